@@ -1,9 +1,9 @@
-"""`BlobStore` keeps complete files in `blobs/ab/cdef…`, named by their SHA-256, and incomplete files in
+"""`BlobStore` keeps complete files in `blobs/ab/cdef…`, named by their SHA-256, and incomplete ones in
 `blobs/partial/`.
 
 A file gets its name only after its digest was checked and it was synced. With a storage key all files are encrypted,
 incomplete ones too; an encrypted transfer that breaks begins anew. Methods that read or write much block, so call them
-on threads. One task at a time adds to a file; `services/coordinator/bundle_servicer.py` ensures that.
+on threads. One task at a time adds to a file; `bundle_servicer.py` ensures that.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ UNUSED_S = 3600.0
 
 
 class BlobStore:
-    """Files below `folder`: at most `quota_bytes` together and `max_blob_bytes` each. `min_free_bytes` stay free on the
-    disk."""
+    """Files below `folder`: `max_blob_bytes` each, `quota_bytes` together at most; `min_free_bytes` stay free on disk."""
 
     def __init__(
         self,
@@ -76,11 +75,9 @@ class BlobStore:
             return 0
 
     def begin(self, sha256: str, size: int, offset: int) -> None:
-        """Reserve the bytes of a partial file until `end`.
-
-        Raises InvalidInput for a file that is too large; Busy beyond the quota or the free space; Conflict if another
-        client sends the file, or if the file does not continue at `offset`.
-        """
+        """Reserve the bytes of a partial file until `end`. Raises InvalidInput for a file that is too large; Busy
+        beyond the quota or the free space; Conflict if another client sends the file, or if the file does not
+        continue at `offset`."""
         _check_digest(sha256)
         if size > self._max_blob_bytes:
             raise InvalidInput(
@@ -192,10 +189,8 @@ class BlobStore:
         return Manifest.read(b"".join(self.read(sha256)))
 
     def remove_unused(self, bundles: Iterable[str], unused_s: float = UNUSED_S) -> int:
-        """Remove the files that no bundle needs and that were not used for `unused_s` seconds; return their number.
-
-        Nothing is removed if the manifest of a bundle cannot be read, because its files are then unknown.
-        """
+        """Remove the files that no bundle needs and that were not used for `unused_s` seconds; return their number. If
+        the manifest of a bundle cannot be read, nothing is removed, because the bundle's files are then unknown."""
         needed = set(bundles)
         try:
             for digest in sorted(needed):

@@ -21,8 +21,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
-    """Serves the files of one `BlobStore`."""
-
     def __init__(self, store: BlobStore):
         self._store = store
 
@@ -73,8 +71,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
 
 
 async def _shielded(call: Any, *arguments: Any) -> Any:
-    """Run a call on a thread and return its result. A cancelled caller still waits for the end of the call, because the
-    thread uses the caller's file."""
+    """Run a call on a thread. A cancelled caller still waits for the call's end, because the thread uses its file."""
     task = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
     try:
         return await asyncio.shield(task)
@@ -91,15 +88,11 @@ class Upload:
         self._file: IO[bytes] | None = None
         self._sha256, self._size, self._position = "", 0, 0
         self.num_blobs = 0
-        """Number of completed files."""
 
     def take(self, sha256: str, size: int, offset: int, data: bytes) -> None:
         """Add a part, and complete the file after its last part. A part of a file that the store already has is
-        ignored.
-
-        Raises InvalidInput for a part that does not follow the one before, a wrong digest or a file that is too large;
-        Busy beyond the quota; Conflict if the client has to request the list of missing files again.
-        """
+        ignored. Raises InvalidInput for a part that does not follow the one before, a wrong digest or a file that is
+        too large; Busy beyond the quota; Conflict if the client has to request the list of missing files again."""
         if len(data) > CHUNK_BYTES:
             raise InvalidInput(f"a part has {len(data)} bytes, but at most {CHUNK_BYTES} are allowed")
         if sha256 != self._sha256:

@@ -1,9 +1,6 @@
 """`paceline serve coordinator` (also `paceline-coordinator`): parses the options, opens the ledger, wires the servers,
-serves until it is stopped, and explains errors.
-
-When it is stopped, the coordinator waits for workers that are stopping too, and ends all calls, then its loops. It
-closes the ledger last.
-"""
+serves until it is stopped, and explains errors. When it is stopped, the coordinator waits for workers that are
+stopping too, ends all calls, then its loops, and closes the ledger last."""
 
 from __future__ import annotations
 

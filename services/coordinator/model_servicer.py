@@ -1,9 +1,6 @@
 """Registration, promotion and rollback of models: the control plane's ModelService, and the same calls on a ledger that
-this process has opened.
-
-Promise: lineage agrees with the records of the run, evidence with the exported files, and no version is promoted past a
-gate without a recorded reason. Every call is idempotent.
-"""
+this process has opened. Promise: lineage agrees with the records of the run, evidence with the exported files, and
+no version is promoted past a gate without a recorded reason. Every call is idempotent."""
 
 from __future__ import annotations
 
@@ -214,7 +211,6 @@ class RegistryCalls:
     """The methods of ModelService on one ledger. Reads use `committed`, writes use `ledger`."""
 
     def __init__(self, ledger: Ledger, committed: Ledger, caller: Callable[[], str] = lambda: ""):
-        """`caller` returns the name of the current caller."""
         self._ledger, self._committed, self._caller = ledger, committed, caller
 
     def Register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:

@@ -117,8 +117,6 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """The streams of workers."""
-
     def __init__(self, coordinator: Coordinator, exchange_endpoint: str, capacity: Capacity | None = None):
         """`capacity` limits the number of members; None means no limit."""
         self._coordinator = coordinator

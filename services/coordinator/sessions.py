@@ -33,8 +33,7 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Start(NamedTuple):
-    """Step and checkpoint from which a session begins. At step 0 there is no checkpoint, and the weights are the
-    model's."""
+    """Step and checkpoint from which a session begins. Step 0 has no checkpoint: the weights are the model's."""
 
     step: int = 0
     path: str = ""
@@ -101,14 +100,11 @@ log = logging.getLogger(__name__)
 
 
 class OnDisk(NamedTuple):
-    """Content of the folder of a run's checkpoints."""
-
     session: int = 0
     """Largest session in the names of the checkpoints."""
     moved: tuple[str, ...] = ()
     """Checkpoints ahead of the ledger that were set aside."""
     place: str = ""
-    """Folder of the checkpoints that were set aside."""
 
 
 class SessionNumbers:
@@ -118,8 +114,7 @@ class SessionNumbers:
         self._heard: dict[str, int] = {}
 
     def note_session(self, run_id: str, newest: int, session: int) -> bool:
-        """Note that a session number of the run is used; `newest` is the ledger's newest. Return False for an
-        impossible one."""
+        """Note a used session number of the run; `newest` is the ledger's. Return False for an impossible number."""
         if not 0 <= session <= newest + MOST_LOST:
             log.warning("ignoring session %d of run %s, because the newest is %d", session, run_id, newest)
             return False
@@ -140,10 +135,8 @@ def scan_checkpoints(
     checkpoints: Path, position: tuple[int, int], known_paths: Collection[str], *, move: bool
 ) -> OnDisk:
     """Return the content of the folder of a run's checkpoints; `position` is the ledger's newest session and next step.
-
     With `move`, complete checkpoints that are ahead of the ledger are moved to a folder beside them, where retention
-    does not delete them; checkpoints of `known_paths` stay.
-    """
+    does not delete them; checkpoints of `known_paths` stay."""
     if not checkpoints.is_dir():
         return OnDisk()
     found = [
@@ -179,11 +172,9 @@ class Candidate(NamedTuple):
 
 
 def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
-    """Return the paths to keep; `candidates` are checkpoints, the oldest first.
-
-    Without a metric: the newest `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best
-    (the newer of equal ones), and those whose value is pending.
-    """
+    """Return the paths to keep; `candidates` are checkpoints, the oldest first. Without a metric: the newest
+    `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best (the newer of equal ones),
+    and those whose value is pending."""
     if settings.metric_name is None:
         return [candidate.path for candidate in candidates[-settings.keep_top_k :]]
     sign = 1.0 if settings.higher_is_better else -1.0
@@ -193,10 +184,8 @@ def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[
 
 
 def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
-    """Mark the surplus checkpoints as removed. Inside a transaction.
-
-    A checkpoint that could not be loaded is not counted. It stays while it is newer than the oldest one that is kept.
-    """
+    """Mark the surplus checkpoints as removed. Inside a transaction. A checkpoint that could not be loaded is not
+    counted. It stays while it is newer than the oldest one that is kept."""
     kept = ledger.checkpoints.kept(run_id)
     sound = [checkpoint for checkpoint in kept if not checkpoint.damaged]
     candidates = [
@@ -214,8 +203,7 @@ def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSec
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
-    """Return the paths of the kept checkpoints, oldest first, with unloadable ones, because a person may repair
-    them."""
+    """Return the kept checkpoints' paths, oldest first, also unloadable ones, because a person may repair them."""
     return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
 
 

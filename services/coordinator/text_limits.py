@@ -36,7 +36,6 @@ def cut(text: str, limit: int = MAX_TEXT_BYTES) -> str:
 
 
 def one_line(text: str, limit: int = MAX_LINE_BYTES) -> str:
-    """Return a text in one line for the log."""
     return cut("".join(c if c.isprintable() else " " for c in text[: limit + 1]), limit)
 
 

@@ -1,8 +1,7 @@
-"""Compares what ranks and workers sent with the ledger's groups, batches and turns: the second part of `verify`.
+"""Compares the messages of ranks and workers with the ledger's groups, batches and turns: the second part of `verify`.
 
-Ranks sent receipts, rollout workers sent arrays, reward workers sent rewards and the reference's log-probabilities.
-None of them reads the ledger's sums, so agreement means that the trained groups are those that were generated and
-scored.
+Ranks sent receipts, rollout workers arrays, reward workers rewards and the reference's log-probabilities. None of them
+reads the ledger's sums, so agreement means that the trained groups are those that were generated and scored.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from paceline.wire import CompletionArrays, TurnArrays, decode_reference, decode
 
 @dataclass(frozen=True)
 class RunRows:
-    """The rows of one run that several comparisons read."""
-
     ledger: Ledger
     run: sqlite3.Row
     spec: RunSpec
@@ -62,8 +59,8 @@ STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 def receipts(of_run: RunRows, report: VerifyReport) -> None:
     """Compare receipts with batches: every session's receipts match the batch, every trained step has receipts of all
-    ranks of one session, and no group was trained in two steps. A session that died in a step, or replays it, has
-    receipts of only some ranks."""
+    ranks of one session, and no group is in two steps. A session that died in a step, or replays it, lacks some
+    ranks."""
     rows = of_run.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
@@ -136,8 +133,8 @@ def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sq
 
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
-    """Return the header and the arrays that a row of the table `payloads` refers to, after a check of their checksums.
-    They are in a segment or, in a backup, in the row itself. Raises LedgerFault."""
+    """Return the header and the arrays of a row of `payloads`, checked. They are in a segment or, in a backup, in the
+    row itself. Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -152,8 +149,7 @@ def _stored(of_run: RunRows, kind: str = "") -> Iterator[sqlite3.Row]:
 
 
 def references(of_run: RunRows, report: VerifyReport) -> None:
-    """If the pool serves the reference, compare the reference's log-probabilities with the tokens of every scored
-    group."""
+    """If the pool serves the reference, compare its log-probabilities with the tokens of every scored group."""
     serves, groups = of_run.spec.pool_serves_reference, {g["group_id"]: g for g in of_run.groups}
     found: set[int] = set()
     for stored in _stored(of_run, " AND kind = 'reference'"):
@@ -176,7 +172,6 @@ def references(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]) -> None:
-    """Compute the digest of a group's rewards and reference, and compare it with the digest in the ledger."""
     if row is None or row["rewards"] is None:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
@@ -263,7 +258,6 @@ def _compare_turn(of_run: RunRows, report: VerifyReport, subject: str, turn: sql
 
 
 def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
-    """Check the numbers of a life's turns and of their rows."""
     subject = f"sample {life[1]} of group {life[0]}"
     numbers = [turn["turn"] for turn in turns]
     report.compare(subject, "its turns are {}, expected {}", numbers, list(range(len(turns))))
@@ -280,8 +274,7 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
 
 
 def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]) -> None:
-    """Check that a sample's ended lives are numbered 1, 2, … without a gap, and that its turns belong to the life after
-    them."""
+    """Check that a sample's ended lives are numbered 1, 2, 3 without a gap, and that its turns are of the next life."""
     last: dict[tuple[int, int], sqlite3.Row] = {}
     for row in ended:
         key = (row["group_id"], row["sample"])

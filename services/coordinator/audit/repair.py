@@ -1,10 +1,8 @@
-"""`paceline ledger verify --repair`: gives up data that cannot be read any more, so that the runs continue, and reports
-each change.
+"""`paceline ledger verify --repair`: gives up unreadable data, so that the runs continue, and reports each change.
 
-Groups whose arrays cannot be read and that no session has trained are generated again; samples with an unreadable turn
-begin again; missing or damaged checkpoints are marked, so that no session begins from them. The coordinator must be
-stopped; it makes the same changes itself when it finds such damage. Any other damage needs a backup, and `verify`
-reports it.
+Groups with unreadable arrays that no session has trained are generated again; samples with an unreadable turn begin
+again; missing or damaged checkpoints are marked, so that no session begins from them. The coordinator must be stopped;
+it makes the same changes itself when it finds such damage. Other damage needs a backup, and `verify` reports it.
 """
 
 from __future__ import annotations
@@ -28,11 +26,8 @@ Say = Callable[[str], None]
 
 
 def repair(path: Path, say: Say) -> None:
-    """Repair the runs of the ledger at `path`; `say` is called with a line for each change.
-
-    Raises NotFound; Conflict if a coordinator uses the ledger; LedgerFault for a damaged SQLite file or row;
-    InvalidInput for a wrong storage key.
-    """
+    """Repair the runs of the ledger at `path`; call `say` with a line for each change. Raises NotFound; Conflict if a
+    coordinator uses the ledger; LedgerFault for a damaged SQLite file or row; InvalidInput for a wrong storage key."""
     if not path.is_file():
         raise NotFound(f"no ledger at {path}")
     with contextlib.closing(Ledger(path, read_only=True)) as ledger:
@@ -63,7 +58,6 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
-    """Admit the groups with unreadable arrays again, if no session has trained them."""
     ledger = exchange.ledger
     rows = ledger.rows(
         "SELECT p.* FROM payloads p JOIN groups g USING (run_id, group_id)"
@@ -81,7 +75,6 @@ def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
 
 
 def _begin_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
-    """End the lives of samples with an unreadable turn."""
     if not run.spec.environment.is_used:
         return
     ledger = exchange.ledger

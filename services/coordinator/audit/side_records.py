@@ -141,8 +141,7 @@ def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
-    """Compare a checkpoint's manifest with the registered digest, and its files with the manifest. Return whether its
-    folder has a manifest."""
+    """Compare a checkpoint's manifest and files with the registered digest. Return whether its folder has a manifest."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
         report.problem(subject, "its folder is missing; restore it, or let `paceline ledger verify --repair` mark it")

@@ -1,15 +1,12 @@
 """`paceline ledger verify`: compares records that were written independently of each other.
 
-Promise: it does not only add up one table. Groups are compared with the durable counters and the cursor, batches with
-the receipts that the ranks sent, digests with the stored arrays, rewards and reference, open groups with their turns,
-the hash chain with the batches, and the checkpoints with the chain and their files on disk
-(`services/coordinator/audit/evidence.py`, `side_records.py`). Before all of that it checks the SQLite file itself
-(`services/coordinator/ledger/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
-the coordinator; any damage is a problem in the report, never an exception.
+Promise: groups are compared with the durable counters and the cursor, batches with the ranks' receipts, digests with
+the stored arrays, rewards and reference, open groups with their turns, the hash chain with the batches, and checkpoints
+with the chain and their files. The SQLite file itself is checked first. `verify` reads one consistent snapshot and
+writes nothing, so it may run beside the coordinator; any damage is a problem in the report, never an exception.
 
-It reads every array of a run and takes minutes of a processor, which the coordinator's process needs. So `verify_apart`
-runs `python -m paceline.services.coordinator.audit.verify LEDGER RUN [--deep]`, at the lowest priority and until its
-parent ends.
+`verify` reads every array of a run and takes minutes of processor time, so `verify_apart` runs it in a separate
+process, at the lowest priority and until its parent ends.
 """
 
 from __future__ import annotations
@@ -50,9 +47,7 @@ STATES_WITH_STEP = ("batched", "trained")
 
 def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
     """Compare all records of a run. With `deep`, the files of every checkpoint are read, not only those of the newest.
-
-    `ledger` should be opened read-only. Raises NotFound if an undamaged file does not have the run.
-    """
+    `ledger` should be opened read-only. Raises NotFound if an undamaged file does not have the run."""
     report = _compare_all(ledger, run_id, deep)
     if not report.found:
         return report
@@ -136,9 +131,7 @@ def _groups(of_run: RunRows, report: VerifyReport) -> None:
 
 def _slots(of_run: RunRows, report: VerifyReport) -> None:
     """Check that exactly the groups whose state requires a step have one, and that no two groups have the same slot.
-
-    The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep their step.
-    """
+    Groups of a batch that was fixed when the run was cancelled are dropped with the batch, and keep their step."""
     fixed_last = of_run.run["next_step"]
     for group in of_run.groups:
         subject = f"group {group['group_id']}"
@@ -239,7 +232,6 @@ def _replaced(of_run: RunRows, report: VerifyReport, chain: str, batch: sqlite3.
 
 
 def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
-    """Return the counters `<what>:dropped:<reason>`. The key is the reason."""
     prefix = f"{what}:dropped:"
     return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
 

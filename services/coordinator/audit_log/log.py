@@ -1,17 +1,13 @@
-"""The audit log of a coordinator: takes entries at any time, from any thread, and writes them to the disk and into the
-ledger.
+"""Writes the audit log of a coordinator, with entries from any thread, to the disk and into the ledger.
 
-A record is written at once, without waiting for the disk. Every SYNC_S a thread syncs the new records, and then the
-newest hash goes into the ledger's table `audit_heads`; receipts carry it from there to the learner and into its
-checkpoints' manifests. So a power cut loses the last SYNC_S at most, and the ledger never has a record that is not on
-the disk. A log that cannot be written ends the coordinator, as the ledger does, because the log must exclude unrecorded
-changes.
-
-Refused calls can neither fill the disk nor push out older records, because `RefusalLimits` bounds their records.
+A record is written at once, without waiting for the disk. Every SYNC_S seconds a thread syncs the new records; then the
+newest hash goes into the ledger's table `audit_heads`, and receipts carry it to the learner and into its checkpoints'
+manifests. So a power cut loses the last SYNC_S seconds at most, and the ledger never has a record that is not on the
+disk. A log that cannot be written ends the coordinator, because no change may be unrecorded. `RefusalLimits` bounds the
+records of refused calls, which could fill the disk and push out older records.
 
 Entries name the caller, the call and its subject, never the content. The reason of a refusal is kept if the guard gave
-it, or if a worker's Hello was refused. Other refusals may quote the request, such as a spec's values, so the log has
-only their status.
+it, or if a worker's Hello was refused; other refusals may quote the request, so the log has only their status.
 """
 
 from __future__ import annotations
@@ -59,8 +55,8 @@ class _Counted:
 
 class RefusalLimits:
     """Decides which refusals are recorded one by one: in a window, at most FIRST of one source (a caller's name, else
-    the peer's host) and MOST of all sources. Further refusals are counted, and one record for each source has their
-    number; the sources beyond MAX_SOURCES share one record. A pure state machine."""
+    the peer's host) and MOST of all sources. Of further refusals, a record has the number for each source; the
+    sources beyond MAX_SOURCES share one record. A pure state machine."""
 
     def __init__(self) -> None:
         self._sources: dict[str, _Counted] = {}
@@ -84,8 +80,7 @@ class RefusalLimits:
         return False
 
     def due(self, now_s: float, *, last: bool = False) -> list[Entry]:
-        """If the window has ended, return the records for refusals that were only counted, and begin a new window.
-        `last` ends the window now."""
+        """If the window has ended (`last` ends it now), begin a new one and return records for the counted refusals."""
         if not self._end_s or (now_s < self._end_s and not last):
             return []
         found = [
@@ -113,8 +108,7 @@ class AuditLog:
         self._limits = RefusalLimits()
         self._fault: LedgerFault | None = None
         self._unsynced: dict[int, AuditHead] = {}
-        """For each file, its newest record, if the ledger does not have that record yet. The key is the file's number.
-        """
+        """Newest record of each file, if the ledger does not have that record yet. The key is the file's number."""
         for found in self._files.repaired:
             log.warning("the audit log %s: %s", self.folder, found)
         self.record(Entry("audit/start", why="; ".join(self._files.repaired), subject=f"term {ledger.term}"))
@@ -129,7 +123,6 @@ class AuditLog:
             self._ledger.on_fault(self._fault)
 
     def note_call(self, call: Call) -> None:
-        """Record a call that has changed something or was refused."""
         self.record(entry_of_call(call))
 
     def note_intruder(self, kind: str, member_id: str, why: str, address: str) -> None:
@@ -162,8 +155,7 @@ class AuditLog:
         self._files.close()
 
     def _append_all(self, entries: list[Entry]) -> None:
-        """Append entries; the caller holds the lock. After a fault nothing is appended, because the last record may be
-        incomplete."""
+        """Append entries under the lock. After a fault append nothing, because the last record may be incomplete."""
         for entry in entries:
             if self._fault is not None:
                 return
@@ -175,8 +167,7 @@ class AuditLog:
             self._unsynced[self._files.number] = head
 
     def _sync(self) -> dict[int, AuditHead]:
-        """Sync the files, and return the newest record of each file that has new records. May be called from any
-        thread. Raises LedgerFault."""
+        """Sync the files; return the newest record of each file with new ones. For any thread. Raises LedgerFault."""
         with self._lock:
             heads, self._unsynced = self._unsynced, {}
             if not heads:
@@ -212,7 +203,6 @@ SUBJECTS = ("member_id", "run_id", "name", "sha256")
 
 
 def entry_of_call(call: Call) -> Entry:
-    """Return the entry of a call that has changed something or was refused."""
     message = getattr(call.request, "hello", call.request)  # the first message of a worker's stream
     keeps_reason = call.code in OF_GUARD or call.method == CONNECT
     return Entry(

@@ -30,7 +30,6 @@ MAX_TEXT = 512
 MAX_LINE_BYTES = 64 << 10
 """Largest number of bytes of a line: eight texts, each character escaped to 12 bytes at most, and the rest."""
 OK = "OK"
-"""Result of a successful call."""
 _HASH = b',"hash":"'
 _HASH_BYTES = len(_HASH) + 64 + len(b'"}')
 
@@ -53,7 +52,6 @@ class Entry:
     subject: str = ""
     """Member, run or registered model that the request names."""
     why: str = ""
-    """Reason of a refusal."""
     request_sha256: str = ""
     """SHA-256 of the request's bytes; empty for a request that was not read."""
     count: int = 1
@@ -62,8 +60,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """A line of the log."""
-
     sequence: int
     time: str
     """Wall clock, UTC, as ISO 8601."""
@@ -71,7 +67,6 @@ class AuditRecord:
     """Hash of the previous record; empty for the first."""
     hash: str
     fields: dict[str, Any]
-    """All fields of the line."""
 
 
 def chained(sequence: int, time_s: float, entry: Entry, previous: str) -> tuple[bytes, str]:
@@ -192,16 +187,14 @@ class AuditFiles:
         return self.head
 
     def duplicate(self) -> int:
-        """Return a file descriptor of the newest file, which the caller syncs and closes. Earlier files are synced
-        already."""
+        """Return a file descriptor of the newest file, for the caller to sync and close. Earlier files are synced."""
         return os.dup(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)
 
     def _find_end(self, recorded: AuditHead) -> AuditHead:
-        """Return the record after which the log continues, and cut off an incomplete line. If the files lack the
-        ledger's newest record, the log continues after that record, and the gap remains."""
+        """Cut off an incomplete line. Return the record to continue after: the ledger's newest, if the files lack it."""
         end = NONE
         for number in reversed(self._numbers):
             path = self._folder / _name(number)

@@ -1,10 +1,9 @@
-"""Verification of the audit log: its chain, the ledger's table `audit_heads`, and the manifests of checkpoints.
+"""Verifies the audit log: its chain, the ledger's table `audit_heads`, and the manifests of checkpoints.
 
 Promise: a changed, removed, added or moved record is named by its number. So is the first missing record if the end was
 cut off, or if the files or the ledger were replaced by older copies, as far as the ledger or any manifest names a later
-record. An attacker who can rewrite the log, the ledger and every manifest together is not detected here; the newest
-hash of `paceline audit verify`, kept elsewhere, shows that too. Verification writes nothing and may run beside the
-coordinator.
+record. An attacker who can rewrite log, ledger and every manifest together is not detected; the newest hash of
+`paceline audit verify`, kept elsewhere, shows that too. Verification writes nothing and may run beside the coordinator.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def verify(ledger: Ledger, max_files: int = MAX_FILES) -> VerifyReport:
 
 
 def check_end(ledger: Ledger, report: VerifyReport) -> None:
-    """For `paceline ledger verify`, check only that the log's end is not missing. A fact of the report has the number
-    of records."""
+    """For `paceline ledger verify`: check only that the log's end is not missing, and report the number of records."""
     newest = ledger.audit_heads.newest()
     files = list(audit_files(ledger.path.parent / AUDIT_NAME).values())
     end = NONE
@@ -83,7 +81,6 @@ class _Chain:
             self._expected.setdefault(head.sequence, []).append((f"the manifest {place}", head.hash))
 
     def follow(self, number: int, path: Path) -> None:
-        """Check the records of a file."""
         if not self.head.sequence and number > 1:  # the oldest file that is kept
             self.head = self._heads.get(number - 1, NONE)
             self._expected = {each: hashes for each, hashes in self._expected.items() if each > self.head.sequence}
@@ -100,7 +97,6 @@ class _Chain:
                     self.head = AuditHead(expected, "")
 
     def finish(self) -> None:
-        """Report the expected records that are missing at the end."""
         for sequence, expected in self._expected.items():
             if sequence <= self.head.sequence:
                 continue

@@ -2,8 +2,7 @@
 
 B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained
 token is older; with `ready_first` late groups may train up to the age `hard_max_age_steps`. A rollout worker samples
-from its own version. An environment worker has no version: it uses any serving rollout worker whose version is new
-enough for the step.
+from its own version. An environment worker uses any serving rollout worker whose version is new enough for the step.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ def may_lease(version_step: int, step: int, max_age: int) -> bool:
 def must_wait(live_oldest: list[int], step: int, max_age: int) -> bool:
     """Return whether the batch of `step` should wait for a live group whose age is exactly η at this step, because its
     age would exceed η if it were left out. `live_oldest` holds, for each live group, the oldest version that its
-    tokens can have.
-
-    A group has that age at one step only, so it delays one batch at most. No batch waits for an older group.
-    """
+    tokens can have. A group has that age at one step only, so it delays one batch at most. No batch waits for an
+    older group."""
     return any(step - oldest == max_age for oldest in live_oldest)
 
 
@@ -82,7 +79,6 @@ def serving_samplers(exchange: Exchange, run: ActiveRun) -> list[SamplingWorker]
 
 
 def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
-    """Return the role whose workers hold the leases of a run."""
     return common_pb2.ROLE_ENVIRONMENT if run.spec.environment.is_used else common_pb2.ROLE_ROLLOUT
 
 

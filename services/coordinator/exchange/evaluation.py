@@ -31,8 +31,7 @@ FIRST_EVALUATION_GROUP = 1 << 40
 """Smallest group id of evaluations, far above the ids of groups to train."""
 
 SCORED_BETWEEN = 3
-"""While groups of both classes wait, this many groups to train are scored between two groups of an evaluation. Scoring
-a whole evaluation at once would delay the batches."""
+"""Number of waiting groups to train that are scored between two groups of an evaluation, so that no batch waits."""
 
 
 def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
@@ -99,8 +98,7 @@ def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Vers
 
 
 def unpin_if_generated(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
-    """Unpin an evaluation's worker once all groups are generated or dropped, so that it takes new weights during
-    scoring."""
+    """Unpin an evaluation's worker once all groups are generated or dropped: it takes new weights during scoring."""
     row = pending(exchange, run)
     if row is None or row["member_id"] is None or group_class != f"eval:{row['step']}":
         return
@@ -150,8 +148,7 @@ def drop(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, reason: str, erro
 
 
 def _remove_surplus(exchange: Exchange, run: ActiveRun) -> None:
-    """Remove the groups of the oldest surplus evaluation. Those of the first evaluation stay for comparison with later
-    ones."""
+    """Remove the groups of the oldest surplus evaluation. Those of the first evaluation stay for comparison."""
     logger = run.spec.logger
     ended = exchange.ledger.evaluations.ended_steps(run.run_id)
     if not logger.keep_samples or not logger.keep_evaluations:
@@ -176,14 +173,12 @@ def evaluation_result(
     step: int,
     sources: Sequence[object] | None = None,
 ) -> dict[str, Any]:
-    """Return the result of an evaluation of version `step`; `rows` are its scored and dropped groups.
-
-    Rewards are means over prompts of the mean over a prompt's completions; None if no function gave a number. A standard
-    error is the standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two prompts.
-    `pass@<k>/<function>` is the share with at least one 1 among the prompts whose k completions all got a number. It is
-    given if all values of the function are 0 or 1 and k is above 1. `sources` are the rows' values of `data.source_key`,
-    None without one.
-    """
+    """Return the result of an evaluation of version `step`; `rows` are its scored and dropped groups. Rewards are means
+    over prompts of the mean over a prompt's completions; None if no function gave a number. A standard error is the
+    standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two prompts.
+    `pass@<k>/<function>` is the share with at least one 1 among the prompts whose k completions all got a number. It
+    is given if all values of the function are 0 or 1 and k is above 1. `sources` are the rows' values of
+    `data.source_key`, None without one."""
     scored = [row for row in rows if row["state"] == State.SCORED]
     k = spec.grpo.val_samples_per_prompt
     rewards_GCF = np.array([np.frombuffer(row["rewards"], "<f4") for row in scored], np.float32)

@@ -1,10 +1,7 @@
 """Counts failures of groups by cause. Equal failures are reported together; too many drops in a row for one cause pause
-the run.
-
-A cause is an error's text without its variable parts: numbers, quoted values, excerpts of the prompt, and the text of
-an exception whose file and line are known (its type, file and line stay). The counts are in memory and restart with the
-coordinator.
-"""
+the run. A cause is an error's text without its variable parts: numbers, quoted values, excerpts of the prompt, and
+the text of an exception whose file and line are known (its type, file and line stay). The counts are in memory and
+restart with the coordinator."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import re
 from collections.abc import Callable, Collection
 
 BATCHES_OF_ONE_CAUSE = 2
-"""The run is paused if groups are dropped in a row for one cause until their number is this many times the groups of a
-batch."""
+"""The run is paused if this many times the groups of a batch are dropped in a row for one cause."""
 
 MIN_OF_ONE_CAUSE = 4
 """The run is not paused before this many groups were dropped in a row for one cause, however few groups a batch has."""
@@ -30,8 +26,7 @@ MAX_CAUSES = 256
 
 EXCERPT = re.compile(r",? for the (?:prompt|messages|completion) .*", re.DOTALL)
 RAISED = re.compile(r"(\braised [\w.]+): .* (\([^()]+:\d+ in [^()]+\))", re.DOTALL)
-"""Pattern of an exception of user code. Its text may hold anything, so only its type, file and line belong to the
-cause."""
+"""Pattern of an exception of user code. Its text may hold anything, so only type, file and line belong to a cause."""
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|(?<!\.py:)(?<![\w.])\d[\d,.]*")
 
 
@@ -92,12 +87,9 @@ class DropsInARow:
 
     def is_of_one_cause(self, batch: int, first_under_way: Callable[[str], int | None]) -> bool:
         """Return whether enough groups failed for one cause to pause the run; `batch` is the number of groups in a
-        step.
-
-        `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended; groups after
-        it are not counted. Failures come faster than successes, so in a data set with some bad prompts many of these are
-        dropped before the first good one is generated.
-        """
+        step. `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended;
+        groups after it are not counted. Failures come faster than successes, so in a data set with some bad prompts
+        many of these are dropped before the first good one is generated."""
         limit = max(BATCHES_OF_ONE_CAUSE * batch, MIN_OF_ONE_CAUSE)
         if self.reason not in FAILED or self.number < limit:
             return False

@@ -2,10 +2,9 @@
 clock.
 
 A lease has no deadline, because a completion may take any time. But a connected worker that submits nothing, while the
-others do, holds groups that they could generate. It is overdue when it has held a lease, and submitted nothing, for
-longer than LIMIT_MULTIPLE times the pool's median from lease to result, and at least LIMIT_S. A worker whose results
-are refused in a row is overdue too. No worker is overdue unless another one has submitted a result since, or is idle
-and able to work.
+others do, holds groups that they could generate. A worker is overdue when it has held a lease, and submitted nothing,
+for longer than LIMIT_MULTIPLE times the pool's median from lease to result, and at least LIMIT_S, or when its results
+are refused in a row. No worker is overdue unless another one has submitted a result since, or is idle and able to work.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ WINDOW = 256
 """The median is computed from this many of the newest results."""
 
 LONGEST_STEP_S = 10.0
-"""Of the seconds between two checks, at most this many are counted. In a longer gap the coordinator stood still, not a
-worker."""
+"""Of the seconds between two checks, at most this many are counted: in a longer gap the coordinator stood still."""
 
 
 class LeaseDurations:
@@ -41,8 +39,7 @@ class LeaseDurations:
         self._now_s = 0.0
         self._checked_s: float | None = None
         self._since_s: dict[tuple[str, int, int], float] = {}
-        """Time, in seconds of `_now_s`, at which each current lease was first seen. The key is worker, group and
-        attempt."""
+        """Time, in seconds of `_now_s`, at which each lease was first seen. The key is worker, group and attempt."""
         self._results: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         """Worker and seconds from lease to result, for each of the newest results."""
         self._submitted_s: dict[str, float] = {}
@@ -62,7 +59,6 @@ class LeaseDurations:
         self._submitted_s[member_id] = self._now_s
 
     def note_refusal(self, member_id: str) -> None:
-        """Note a result that was refused."""
         self._refused[member_id] = self._refused.get(member_id, 0) + 1
 
     def check(

@@ -58,17 +58,14 @@ MAX_ROOM = 1 << 16
 """One answer has at most this many completions, even if a worker states more room."""
 
 MAX_TURN_LOG_BYTES = 32 << 20
-"""The turn logs in the answers of one call have at most this many bytes. An answer with only one lease may exceed it.
-"""
+"""Largest number of bytes of turn logs in the answers of one call; an answer with only one lease may exceed it."""
 
 ADMITTED_AT_ONCE = 64
-"""This many groups are admitted at a time (more if more are requested), as far as the admission rule allows. Admitting
-a whole step's groups at once would delay other requests."""
+"""Number of groups that are admitted at a time (more if requested), because more at once would delay other requests."""
 
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
-    """Answer lease requests of different workers, each up to its room: groups of an evaluation first, then groups to
-    train, lowest slot first. Shared data is read once and written once."""
+    """Answer lease requests of different workers, each up to its room: groups of an evaluation first, then by slot."""
     _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     free: list[tuple[sqlite3.Row, int]] = []
     if run.prompts is not None and not exchange.takes_no_work(run):
@@ -93,17 +90,13 @@ class _NewLeases:
         self._free = free
         """Free groups to train, each with its step, in the order of slots."""
         self._turn_log_bytes = 0
-        """Size of the turn logs in the replies, in bytes."""
         self._unwritten: list[NewLease] = []
-        """Leases that are not in the ledger yet."""
 
     def answer(self, request: pb.ExchangeRequest) -> Outcome:
-        """Return the answer to one worker; `write` records its leases.
-
-        A worker gets nothing without an acknowledged version of the weights, or while it is overdue. Groups to train
-        need a run that takes work, an age of at most η, and no quarantine (`choose_groups`). Protocol, term, secret,
-        run and role were checked by `transport/dispatch.py`.
-        """
+        """Return the answer to one worker; `write` records its leases. A worker gets nothing without an acknowledged
+        version of the weights, or while it is overdue. Groups to train need a run that takes work, an age of at most
+        η, and no quarantine (`choose_groups`). `transport/dispatch.py` has checked protocol, term, secret, run and
+        role."""
         exchange, run = self._exchange, self._run
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.lease.SetInParent()
@@ -136,13 +129,11 @@ class _NewLeases:
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
     def write(self) -> None:
-        """Write the leases since the last call to the ledger."""
         if self._unwritten:
             self._exchange.groups.lease(self._unwritten)
             self._unwritten.clear()
 
     def _sampler_of_evaluation(self, member_id: str) -> tuple[str, Version] | None:
-        """Return the rollout worker that samples the next evaluation for this member, with its version."""
         exchange, run = self._exchange, self._run
         if not run.spec.environment.is_used:
             return member_id, exchange.versions[member_id]
@@ -205,7 +196,6 @@ class _NewLeases:
         return True
 
     def _tools(self, row: sqlite3.Row, source: PromptSource | None) -> str:
-        """Return the tools of a group's prompt as JSON; empty if there are none."""
         if source is None or not source.has_tools:
             return ""
         columns = self._exchange.group_queries.columns(self._run.run_id, row["group_id"])
@@ -231,8 +221,7 @@ class _NewLeases:
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
-    """Admit up to `at_most` prompts in the seeded order, within the admission rule. If a prompt cannot be read now, the
-    next call starts with it."""
+    """Admit up to `at_most` prompts in seeded order, within the admission rule. The next call retries unreadable ones."""
     ledger, run_id = exchange.ledger, run.run_id
     counters = ledger.counters(run_id)
     admitted = counters.get("groups:ever_admitted", 0)
@@ -275,7 +264,6 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
 
 
 def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
-    """Adapt the ledger's leases to the groups that workers report as held."""
     if not requests:
         return
     member_ids = [request.member_id for request in requests]
@@ -294,10 +282,8 @@ def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Ex
 
 
 def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
-    """Return the first `number` free groups to train, each with its step; admit prompts if there are too few.
-
-    in_order: the slot decides the step. ready_first: the number of open, unbatched groups ahead decides it.
-    """
+    """Return the first `number` free groups to train, each with its step; admit prompts if there are too few. With
+    in_order the slot decides the step, with ready_first the number of open, unbatched groups ahead."""
     rows = exchange.group_queries.free_to_lease(run.run_id, number)
     if len(rows) < number or exchange.ledger.free_slots.exist(run.run_id):
         admit(exchange, run, max(number, ADMITTED_AT_ONCE))
@@ -366,8 +352,7 @@ def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
 
 
 def revoke_overdue(exchange: Exchange, run: ActiveRun, overdue: Iterable[tuple[str, str]]) -> None:
-    """Revoke the leases and tasks of overdue workers, in a transaction. A late result counts if it is the group's
-    first."""
+    """Revoke the leases and tasks of overdue workers, in a transaction. A late result counts if it is the first."""
     for member_id, why in overdue:
         number = revoke_work(exchange, [member_id], with_leases=True)
         exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
@@ -430,8 +415,7 @@ def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
 
 
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Count a worker's crash for each group that it held, before its leases are revoked. Drop groups that are proven
-    causes."""
+    """Count a worker's crash for each of its groups, before its leases are revoked; drop groups proven as causes."""
     for row in exchange.group_queries.work_of(run.run_id, member_id):
         _count_death(exchange, run, row, member_id, member_id)
 

@@ -28,8 +28,7 @@ MAX_ROOM = 1024
 """One answer has at most this many tasks, even if a worker states more room."""
 
 MAX_TASK_BYTES = 32 << 20
-"""An answer with several tasks has groups of at most this many bytes. Otherwise the scoring of the first group would
-wait for the arrival of the last one."""
+"""Largest number of bytes of an answer with several tasks: scoring of the first waits until the last has arrived."""
 
 
 def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
@@ -149,8 +148,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
 
 
 def _has_advantage(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards_CF: FloatArray, step: int) -> bool:
-    """Return whether a group's rewards give it an advantage; True if the advantage depends on turns that cannot be
-    read."""
+    """Return whether a group's rewards give it an advantage; True if that depends on turns that cannot be read."""
     turns = None
     if run.spec.environment.advantage != "outcome":
         try:

@@ -72,14 +72,11 @@ MAD_TO_SIGMA = 1.4826
 
 
 class Observation(NamedTuple):
-    """Comparison of one group by the learner."""
-
     mean: float
     """Mean over tokens of the worker's log-probability less the learner's, in nats."""
     standard_error: float
     """Standard error of that mean, in nats, estimated from the spread over the group's completions."""
     tokens: int
-    """Number of tokens that were compared."""
 
 
 class Finding(NamedTuple):
@@ -116,8 +113,6 @@ class Finding(NamedTuple):
 
 @dataclass
 class _Worker:
-    """Sums and newest observations of one worker."""
-
     above: float = 0.0
     below: float = 0.0
     groups: int = 0
@@ -134,11 +129,9 @@ class DriftTest:
         self._deviations: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
         self._errors: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
         self.groups = 0
-        """Number of groups observed."""
 
     def observe(self, member_id: str, observation: Observation) -> Finding | None:
-        """Add the observation of a worker's group; return a finding if this names the worker. Ignores numbers that are
-        not finite."""
+        """Add the observation of a worker's group, if finite; return a finding if this names the worker."""
         if not all(map(math.isfinite, observation[:2])) or observation.tokens <= 0:
             return None
         worker = self._workers.setdefault(member_id, _Worker())
@@ -204,8 +197,7 @@ MAX_CHECKS = 16
 """Largest number of groups of a batch that are compared."""
 
 KEPT_CHOICES = 8
-"""Number of batches whose chosen groups are kept, because every rank and every later session may request the batch
-again."""
+"""Number of batches whose choices are kept, because every rank and later session may request a batch again."""
 
 
 class SpotCheck:
@@ -220,8 +212,7 @@ class SpotCheck:
         self._choices: OrderedDict[str, dict[int, str]] = OrderedDict()
 
     def choose(self, chain: str, step: int, groups: Sequence[sqlite3.Row], share: float) -> dict[int, str]:
-        """Return the groups of a batch to compare, with their workers. `chain` identifies the batch; each request of a
-        batch gets the same choice."""
+        """Return a batch's groups to compare, with their workers; equal for all requests with the same `chain`."""
         if chain in self._choices:
             return self._choices[chain]
         by_worker: defaultdict[str, list[int]] = defaultdict(list)

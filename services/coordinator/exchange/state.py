@@ -1,15 +1,9 @@
-"""State of the exchange, which leases groups and takes groups, scores and receipts. Every answer states what the ledger
-already holds.
+"""State of the exchange, which leases groups and takes groups, scores and receipts: the run, its members, and replies.
 
-This file holds what every handler needs: the run, its members, and replies. The exchange is a pure state machine over
-the ledger: `services/coordinator/exchange/transport/dispatch.py` takes one request inside a transaction and returns the
-reply; `services/coordinator/exchange/transport/server.py` commits, then sends. No state of a group is in memory, so a
-restart continues from the file. Events for others to act on (a step was trained, the run is paused) are added to
-`notices`.
-
-`services/coordinator/ledger/groups.py` has the states of a group and its transitions. In this folder `leases.py` gives
-groups to workers, `submissions.py` commits them, `scores.py` has them scored, `batches/` trains them, and
-`evaluation.py` handles those that are only measured.
+The exchange is a pure state machine over the ledger: `transport/dispatch.py` takes one request inside a transaction and
+returns the reply; `transport/server.py` commits, then sends. Every answer states the content of the ledger. No state of
+a group is in memory, so a restart continues from the file. Events for others to act on (a step was trained, the run is
+paused) are added to `notices`. `services/coordinator/ledger/groups.py` has the states of a group and its transitions.
 """
 
 from __future__ import annotations
@@ -42,8 +36,7 @@ UNOPENED_PERIOD_S = 60.0
 """Seconds between two warnings about segments that cannot be opened."""
 
 BATCH_DUE = "whether the next batch can be fixed"
-"""Key under which a transaction keeps its decision whether the next batch can be fixed. The decision is invalidated
-when a group is scored."""
+"""Key of a transaction's decision whether the next batch can be fixed; a scored group invalidates the decision."""
 
 
 class Training(NamedTuple):
@@ -56,16 +49,14 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """An answer to a request. `empty` is true if there was nothing to give; then the request may be parked for the wait
-    that it asks for."""
+    """Answer to a request; if `empty` (nothing to give), the request may be parked for the wait that it asks for."""
 
     reply: pb.ExchangeReply
     payloads: list[Frame] = field(default_factory=list)
     empty: bool = False
 
     def in_memory(self) -> list[Buffer] | None:
-        """Return the payload frames. Return None if one of them must be read from the disk, because the event loop must
-        not wait for the disk."""
+        """Return the payload frames; None if one is on the disk, for which the event loop must not wait."""
         frames = [frame for frame in self.payloads if not isinstance(frame, StoredFrame)]
         return frames if len(frames) == len(self.payloads) else None
 
@@ -85,8 +76,6 @@ class Notice:
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """The run that is being trained."""
-
     run_id: str
     spec: RunSpec
     prompts: PromptSource | None
@@ -136,14 +125,12 @@ class RunState:
     end_step: int = 0
     """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before that."""
     yields_to: str = ""
-    """Id of a run of higher priority that waits for the active run. While it is set, nothing new is leased, and no
-    batch is fixed."""
+    """Id of a waiting run of higher priority. While it is set, nothing new is leased, and no batch is fixed."""
     unreadable_data: str = ""
     """Reason why the next prompt cannot be read; empty while it can."""
     failure_counts: FailureCounts = field(default_factory=FailureCounts)
     drops_in_a_row: DropsInARow = field(default_factory=DropsInARow)
     spot_check: SpotCheck = field(default_factory=SpotCheck)
-    """Choice of groups for comparison, and results of the comparisons."""
 
 
 class Exchange(RunState):
@@ -167,12 +154,10 @@ class Exchange(RunState):
         self.admission_closed = ""
         """Reason why no group is admitted; empty if only the admission rule decides."""
         self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
-        """Called for a request that is refused because its sender is not the stated member or may not send it.
-        Arguments: the request's kind, the stated member, the reason, and the peer's address if it is known. Used for
-        the audit log; called from any thread."""
+        """Called, from any thread, for a request that is refused because its sender is not the stated member or may not
+        send it. Arguments: the request's kind, the stated member, the reason, and the peer's address if it is known."""
         self._freed = False
         self._unopened_warned_s = -math.inf
-        """Time of the last warning about a segment that cannot be opened."""
         self._counted = (0, 0)
         """Cache of `num_ahead`: a slot, and the number of open, unbatched groups in the slots before it."""
 
@@ -193,8 +178,7 @@ class Exchange(RunState):
         return notices
 
     def note_unopened(self, fault: UnopenedSegment) -> None:
-        """Warn that a group cannot be read or stored now, because a segment cannot be opened. Reading or storing is
-        tried again later."""
+        """Warn that a group cannot be read or stored until a segment can be opened; this is tried again later."""
         now_s = time.monotonic()
         if now_s - self._unopened_warned_s < UNOPENED_PERIOD_S:
             return
@@ -207,7 +191,6 @@ class Exchange(RunState):
     # Versions
 
     def offer(self, member_id: str, version: Version) -> None:
-        """Note that a version was offered to a rollout worker."""
         self.offered[member_id] = max(version, self.offered.get(member_id, version))
 
     def newest_of(self, member_id: str) -> Version | None:
@@ -240,13 +223,11 @@ class Exchange(RunState):
         return bool(row["state"] == "paused" and row["message"])
 
     def scoring_withheld(self, run: ActiveRun) -> bool:
-        """Return whether failing reward functions paused the run; after `resume` the corrected functions score the
-        waiting groups."""
+        """Return whether failing reward functions paused the run; `resume` lets corrected ones score the groups."""
         return self.withheld(run) and self.ledger.drop_reason_of_pause(run.run_id) == "reward_failed"
 
     def pause(self, run: ActiveRun, message: str, drop_reason: str = "") -> None:
-        """Pause the run for a reason that needs a person, in the transaction that found it. `drop_reason` is set if
-        dropped groups are the reason."""
+        """Pause the run for a person, in this transaction. `drop_reason` is set if dropped groups are the reason."""
         if self.withheld(run):
             return
         self.ledger.update_run(run.run_id, state="paused", message=message)
@@ -255,7 +236,6 @@ class Exchange(RunState):
         self.notice("paused", message=message)
 
     def sessions(self, run: ActiveRun) -> range:
-        """Return the numbers of the run's sessions."""
         return range(1, self.ledger.run(run.run_id)["session"] + 1)
 
     def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
@@ -269,8 +249,7 @@ class Exchange(RunState):
         return freed
 
     def num_ahead(self, run: ActiveRun, slot: int) -> int:
-        """Return the number of open, unbatched groups in slots before `slot`. Continues from the slot of the last call,
-        because leases are granted in the order of slots."""
+        """Return the number of open, unbatched groups in slots before `slot`; continues from the last call's slot."""
         start, ahead = self._counted if self._counted[0] <= slot else (0, 0)
         ahead += self.group_queries.num_waiting(run.run_id, start, slot)
         self._counted = (slot, ahead)
@@ -381,7 +360,6 @@ class Exchange(RunState):
         return Outcome(self.reply(request, pb.REPLY_STATUS_DUPLICATE, message))
 
     def stale(self, request: pb.ExchangeRequest, message: str) -> Outcome:
-        """Answer that the request is outdated."""
         return Outcome(self.reply(request, pb.REPLY_STATUS_STALE, message))
 
     def refuse(self, request: pb.ExchangeRequest, message: str) -> Outcome:

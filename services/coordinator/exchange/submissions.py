@@ -1,10 +1,8 @@
-"""Commits generated groups, returned leases and turns of episodes after checks against the ledger, inside the
-transaction.
+"""Commits generated groups, returned leases and turns of episodes after checks against the ledger, in its transaction.
 
-`uploads/` has checked every number before. Faults are answered INVALID, with the field, its value and the bound.
-
-A turn of an episode is committed once, by the attempt that holds its group, in the order of its sample's turns. While a
-group is open, its row counts the tokens of its logged turns, so the token accounting balances after every turn.
+`uploads/` has checked every number before. Faults are answered INVALID, with the field, its value and the bound. A turn
+of an episode is committed once, by the attempt that holds its group, in the order of its sample's turns. While a group
+is open, its row counts the tokens of its logged turns, so the token accounting balances after every turn.
 """
 
 from __future__ import annotations
@@ -102,8 +100,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Accept a lease that a worker returns because it drains (perhaps with unfinished samples) or because the prompt is
-    bad."""
+    """Accept a lease that a worker returns: draining, perhaps with unfinished samples, or because the prompt is bad."""
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
@@ -189,11 +186,9 @@ def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
 def fault_of_group(
     exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, group: Group
 ) -> str:
-    """Return why the versions or the continued prefix of a result are impossible; empty if they are possible.
-
-    A worker's tokens have versions that it acknowledged or was offered; the prefix of its lease has versions of earlier
-    holders. The turns of rows were compared when they were submitted.
-    """
+    """Return why the versions or the continued prefix of a result are impossible; empty if they are possible. A
+    worker's tokens have versions that it acknowledged or was offered; the prefix of its lease has versions of
+    earlier holders. The turns of rows were compared when they were submitted."""
     if group.rows is not None:
         return ""
     versions = {span[:2] for c in group.completions for span in c.spans}
@@ -310,7 +305,6 @@ def refuse_large_groups(spec: RunSpec) -> None:
 
 
 REASONS = (RESTARTED, FAILED)
-"""Reasons that a worker may give for the end of a life."""
 
 
 def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:

@@ -1,9 +1,7 @@
-"""Reads and writes the turn log of a group with an environment: the finished turns of its open samples.
-
-Every finished turn is in the ledger before the next one is sampled. So the holder of a lease gets all turns that earlier
-holders have finished, and a result is accepted only if it consists of logged turns. Proto fields call the turn log
-`journal`.
-"""
+"""Reads and writes the turn log of a group with an environment: the finished turns of its open samples. Every finished
+turn is in the ledger before the next one is sampled. So the holder of a lease gets all turns that earlier holders
+have finished, and a result is accepted only if it consists of logged turns. Proto fields call the turn log
+`journal`."""
 
 from __future__ import annotations
 
@@ -28,8 +26,6 @@ FIRST_LIFE = Lives(1, 0, given_up=False)
 
 
 class SampleTurns(NamedTuple):
-    """The turn log of one sample."""
-
     lives: Lives
     turns: list[sqlite3.Row]
     """Turns of the sample's current life, in order."""
@@ -65,8 +61,7 @@ def of_group(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, Sam
 
 
 def frames_of(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
-    """Return the arrays and the note of each turn of a group. The key is the sample. Raises DamagedRecord,
-    UnopenedSegment."""
+    """Return arrays and note of each turn of a group. The key is the sample. Raises DamagedRecord, UnopenedSegment."""
     frames: dict[int, list[tuple[Frame, Frame]]] = {}
     for turn in exchange.ledger.episodes.of_group(run.run_id, group_id):
         payload = exchange.ledger.payloads.payload(turn)

@@ -31,11 +31,8 @@ ATTEMPTS = 5
 
 
 def back_up(ledger: Ledger, destination: Path) -> int:
-    """Make a consistent copy of the ledger; return its size in bytes.
-
-    The copy appears whole under its name or not at all. Raises NotFound if the destination's folder does not exist,
-    LedgerFault if the ledger is damaged, because the copy would be damaged too.
-    """
+    """Make a consistent copy of the ledger; return its size in bytes. The copy appears whole under its name or not at
+    all. Raises NotFound if the destination's folder does not exist, LedgerFault if the ledger is damaged."""
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")
     with written_whole(destination, durable=True) as partial:
@@ -95,17 +92,13 @@ OLD_KEY_REMEDY = (
     "name the file with the ledger's current key by --old-key-file, or leave the option out for a plain ledger"
 )
 READERS_S = 1.0
-"""Seconds. The command waits at most this long until no other process reads the ledger, so that the log can be emptied.
-"""
+"""Seconds for which the command waits until no other process reads the ledger, so that the log can be emptied."""
 
 
 def encrypt_ledger(path: Path, old: StorageKey | None, new: StorageKey, say: Callable[[str], None]) -> None:
     """Encrypt the ledger at `path` with `new`; `old` is its current key, None for a plain one. `say` is called with a
-    line about each action, and about each file beside the ledger that is still plain.
-
-    Raises NotFound, WrongKey, Conflict if a coordinator or another reader has the ledger open, LedgerFault if it is
-    damaged.
-    """
+    line about each action, and about each file beside the ledger that is still plain. Raises NotFound, WrongKey,
+    Conflict if a coordinator or another reader has the ledger open, LedgerFault if it is damaged."""
     if not path.is_file():
         raise NotFound(f"no ledger at {path}; name the coordinator's --directory")
     with contextlib.ExitStack() as locks:

@@ -1,10 +1,9 @@
 """Opens encrypted SQLite files through SQLCipher (library `sqlcipher3`).
 
 SQLCipher encrypts every page of the file, its write-ahead log and its rollback journal with AES-256 and authenticates
-it with HMAC-SHA-512, so a changed page is detected when it is read. After that the connection reads nothing more.
-
-Promise: callers see a connection of the module `sqlite3` with that module's errors. Error codes are the primary ones,
-such as SQLITE_CONSTRAINT, because the library does not report the extended ones.
+it with HMAC-SHA-512: a changed page is detected when it is read, and the connection then reads nothing more. Promise:
+callers see a connection of the module `sqlite3` with that module's errors. Error codes are the primary ones, such as
+SQLITE_CONSTRAINT, because the library does not report the extended ones.
 """
 
 from __future__ import annotations

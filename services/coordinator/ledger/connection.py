@@ -61,13 +61,11 @@ class LedgerFile(database.Queries):
         self.term = 0
         """Number of this opening of the ledger; 0 before it is assigned."""
         self._cache: dict[str, Any] | None = None if read_only else {}
-        """Values that were read and have not changed since then. The key is that of `cached`. None in a reader, because
-        another process changes the file."""
+        """Unchanged values by the key of `cached`; None in a reader, because another process changes the file."""
         self._decisions: dict[str, Any] = {}
         """Results of `decided` in this transaction. The key is that of `decided`."""
         self._uncounted: dict[tuple[str, str], int] = {}
-        """Amounts that the current transaction adds to counters. The key is the run and the counter's name. They are
-        written before the commit."""
+        """Amounts that the transaction adds to counters before its commit. The key is run and counter's name."""
         self._syncer = ThreadPoolExecutor(1, "ledger-sync")
         self._log_fd: int | None = None
         """File descriptor of SQLite's write-ahead log, which stays the same file while the ledger is open."""
@@ -123,10 +121,8 @@ class LedgerFile(database.Queries):
 
     @contextmanager
     def transaction(self, *, synced: bool = True) -> Iterator[None]:
-        """Run the body as a transaction: all or nothing, durable on return. Raises LedgerFault if the disk fails.
-
-        With `synced` False it is durable only after a `sync` that begins later: no answer may leave before.
-        """
+        """Run the body as a transaction: all or nothing, durable on return. With `synced` False it is durable only
+        after a `sync` that begins later: no answer may leave before. Raises LedgerFault if the disk fails."""
         with self._faults_named(), self._rolled_back():
             self._begin()
             yield
@@ -219,8 +215,7 @@ class LedgerFile(database.Queries):
         return self.cached(f"counters {run_id}", read)
 
     def _write_counters(self) -> None:
-        """Add the transaction's amounts to the counters. Seals are computed here, because a trigger for each counter
-        would take the interpreter lock from other threads."""
+        """Add the amounts to the counters. Seals are computed here: a trigger for each would take the interpreter lock."""
         rows: list[dict[str, Any]] = [
             {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
             for (run_id, name), amount in self._uncounted.items()
@@ -293,8 +288,7 @@ class LedgerFile(database.Queries):
         )
 
     def _copy_before_upgrade(self, version: int) -> None:
-        """Copy the tables to a file beside the ledger. An older Paceline can continue from this copy and the same
-        segments."""
+        """Copy the tables to a file beside the ledger; an older Paceline can continue from it and the same segments."""
         path = self.path.with_name(f"{self.path.name}.format-{version}")
         with (
             written_whole(path, durable=True) as partial,
@@ -305,8 +299,7 @@ class LedgerFile(database.Queries):
 
     @property
     def was_restored(self) -> bool:
-        """Return whether this ledger was ever restored from a backup. If it was, folders and workers may be ahead of
-        it."""
+        """Return whether this ledger was ever restored from a backup; folders and workers may then be ahead of it."""
         return bool(self._meta("restored"))
 
     def _next_term(self, *, is_backup: bool) -> int:
@@ -334,12 +327,9 @@ def _once(values: dict[str, Any], key: str, compute: Callable[[], ValueT]) -> Va
 
 def lock_ledger(path: Path) -> list[IO[bytes]]:
     """Lock the ledger at `path` for this process until both files are closed. Raises Conflict if another process has
-    it.
-
-    The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open file,
-    so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup replaces the
-    ledger.
-    """
+    it. The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open
+    file, so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup
+    replaces the ledger."""
     beside = path.with_name(path.name + ".lock").open("ab")
     ledger = path.open("ab")
     try:
@@ -357,13 +347,11 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
 
 class WalCheckpointer:
     """Moves the content of the write-ahead log into the ledger's file beside the transactions; `lock` excludes them
-    while the log is restarted.
-
-    SQLite would do it in the commit that makes the log 1,000 pages long: under load in every tenth commit, with every
-    request waiting for the writes and two more syncs. Here a separate connection does it on a thread, which blocks no
-    writer. Because writers continue, the log never gets empty; when it is long, one short pass under the lock lets
-    SQLite write it from its start again. Only the log's length depends on this: a commit is durable by its own sync.
-    """
+    while the log is restarted. SQLite would do it in the commit that makes the log 1,000 pages long: under load in
+    every tenth commit, with every request waiting for the writes and two more syncs. Here a separate connection does
+    it on a thread, which blocks no writer. Because writers continue, the log never gets empty; when it is long, one
+    short pass under the lock lets SQLite write it from its start again. Only the log's length depends on this: a
+    commit is durable by its own sync."""
 
     def __init__(self, ledger: LedgerFile, lock: asyncio.Lock, period_s: float = 0.5, max_pages: int = 8192):
         """Move every `period_s` seconds; restart the log when it has more than `max_pages` pages of 4 kB."""
@@ -372,7 +360,6 @@ class WalCheckpointer:
         ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
 
     async def run(self) -> None:
-        """Run until cancelled."""
         loop = asyncio.get_running_loop()
         try:
             with ThreadPoolExecutor(1, "ledger-log") as thread:

@@ -62,11 +62,9 @@ def connect(
     named: bool = False,
     busy_s: float = BUSY_S,
 ) -> sqlite3.Connection:
-    """Open the file at `path`, without the library's implicit transactions.
-
-    `immutable` reads only this file, without the log beside it; `any_thread` is for a connection that threads use one after
-    another; `named` rows have columns by name. Raises InvalidInput if the library for encrypted files is missing.
-    """
+    """Open the file at `path`, without the library's implicit transactions. `immutable` reads only this file, without
+    the log beside it; `any_thread` is for a connection that threads use one after another; `named` rows have columns
+    by name. Raises InvalidInput if the library for encrypted files is missing."""
     mode = "?mode=ro" if read_only or immutable else "?mode=rwc"
     target = f"file:{quote(str(path))}{mode}{'&immutable=1' if immutable else ''}"
     options: dict[str, Any] = {
@@ -128,10 +126,8 @@ def is_plain(path: Path) -> bool:
 
 
 def application_id(path: Path, key: StorageKey) -> int:
-    """Return the application_id in an encrypted file itself, regardless of its log; 0 if the file cannot be read.
-
-    If its coordinator is writing the first page at the same time, the file is no marked backup, so 0 is right.
-    """
+    """Return the application_id in an encrypted file itself, regardless of its log; 0 if the file cannot be read. If
+    its coordinator is writing the first page at the same time, the file is no marked backup, so 0 is right."""
     with (
         contextlib.suppress(sqlite3.DatabaseError),
         contextlib.closing(connect(path, key, immutable=True)) as db,

@@ -1,10 +1,6 @@
-"""Reads the table `groups`; `groups.py` has the statements that change it.
-
-Every query of a request uses an index, because a table scan reads every group that the run ever had.
-
-Two small tables are here too: crashes of workers that held a group, and free slots of dropped groups, which the next
-admitted groups get.
-"""
+"""Reads the table `groups`; `groups.py` has the statements that change it. Every query of a request uses an index,
+because a table scan reads every group that the run ever had. Two small tables are here too: crashes of workers that
+held a group, and free slots of dropped groups, which the next admitted groups get."""
 
 from __future__ import annotations
 
@@ -44,8 +40,7 @@ class GroupQueries(Queries):
         return str(self.value(query, (run_id, group_id)) or "{}")
 
     def column_values(self, run_id: str, group_ids: Collection[int], name: str) -> dict[int, object]:
-        """Return the values of the data set's column `name`. The key is the group id; the value is None if the group
-        lacks the column."""
+        """Return the values of the data set's column `name`; None if a group lacks it. The key is the group id."""
         path = f"$.{json.dumps(name)}"
         rows = self.db.execute(
             "SELECT group_id, CASE WHEN json_valid(columns_json) THEN json_extract(columns_json, ?) END AS value"

@@ -29,13 +29,10 @@ INSERTED_AT_ONCE = 64
 """Largest number of groups that one statement inserts."""
 
 MAX_INSERTED_CHARS = 16 << 20
-"""Number of characters of prompts and columns after which a statement takes no further group, because SQLite accepts 1
-GB at most."""
+"""Characters of prompts and columns after which a statement takes no further group: SQLite accepts 1 GB at most."""
 
 
 class State(enum.StrEnum):
-    """States of a group, from its admission to its end."""
-
     ADMITTED = "admitted"
     LEASED = "leased"
     GENERATED = "generated"
@@ -50,22 +47,17 @@ OPEN_STATES = (State.ADMITTED, State.LEASED, State.GENERATED, State.SCORED, Stat
 
 
 class NewLease(NamedTuple):
-    """An attempt to generate a group."""
-
     run_id: str
     group_id: int
     member_id: str
     attempt: int
     lease_step: int
-    """Step of the oldest version that the group's tokens can have. `Lease.step` on the wire is the step that the group
-    is for."""
+    """Step of the oldest version that the tokens can have; `Lease.step` on the wire is the step the group is for."""
     holders: str
     """All holders of the group's leases, including the holder of this one."""
 
 
 class Generated(NamedTuple):
-    """Columns of a committed result."""
-
     tokens: int
     """Number of completion tokens."""
     sequence_tokens: int
@@ -76,8 +68,6 @@ class Generated(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Columns of committed scores."""
-
     rewards: bytes
     """[C, F] rewards as float32, little endian."""
     scores_digest: str
@@ -93,8 +83,7 @@ class Groups(Queries):
     # Admission
 
     def admit(self, run_id: str, group_class: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
-        """Insert new groups of a class: id, slot, prompt and columns of each. One statement inserts many of them,
-        because another thread may run between two statements."""
+        """Insert new groups of a class: id, slot, prompt, columns. Few statements: other threads may run between two."""
         rows: list[dict[str, object]] = []
         num_chars = 0
         for group_id, slot, prompt, columns in groups:
@@ -178,8 +167,7 @@ class Groups(Queries):
         )
 
     def revoke_leases(self, member_ids: Sequence[str]) -> int:
-        """Revoke all leases of the members. The groups keep the members' names, for `restore_leases`. Return the number
-        of groups."""
+        """Revoke all leases of the members; return their number. Groups keep the names, for `restore_leases`."""
         return self.db.execute(
             "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
             " AND member_id IN (SELECT value FROM json_each(?))",
@@ -200,13 +188,11 @@ class Groups(Queries):
         )
 
     def clear_holder(self, run_id: str, group_id: int) -> None:
-        """Remove the last holder's name from an admitted group, so that `restore_leases` does not lease the group to
-        that holder."""
+        """Remove the last holder's name from an admitted group, so that `restore_leases` does not lease it again."""
         self._move(run_id, group_id, State.ADMITTED, member_id=None)
 
     def set_prefix_step(self, run_id: str, group_id: int, oldest_step: int | None) -> None:
-        """Set the oldest version among the tokens of the returned prefix; None without a prefix. A group with a
-        result keeps the result's version."""
+        """Set the oldest version of the returned prefix; None without one. A group with a result keeps its version."""
         self.db.execute(
             "UPDATE groups SET oldest_step = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",
             (oldest_step, run_id, group_id),
@@ -241,8 +227,7 @@ class Groups(Queries):
         self._move(run_id, group_id, State.ADMITTED, State.LEASED, **result)
 
     def generate_again(self, run_id: str, group_id: int) -> None:
-        """Reset a generated or scored group to `admitted`, as it was before its generation. The caller has to `unbatch` a
-        batched group first."""
+        """Reset a generated or scored group to `admitted`, as before its generation; `unbatch` a batched one first."""
         empty = dict.fromkeys(("member_id", "scorer_id", "oldest_step", "digest", "rewards", "functions", "reward"))
         numbers = {"tokens": 0, "sequence_tokens": 0, "scores_digest": ""}
         self._move(run_id, group_id, State.GENERATED, State.SCORED, state=State.ADMITTED, **empty, **numbers)
@@ -345,8 +330,7 @@ class Groups(Queries):
         _check(changed, [group_id], *OPEN_STATES)
 
     def remove(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
-        """Delete the groups of an evaluation with their prompts and payloads, in a fixed number of statements. Return
-        (segment, start) of the payloads."""
+        """Delete an evaluation's groups, prompts and payloads, in few statements. Return (segment, start) of payloads."""
         of_class = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
         of_groups = f"WHERE run_id = ? AND group_id IN (SELECT group_id {of_class})"
         values = (run_id, run_id, group_class)

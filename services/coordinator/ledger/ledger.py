@@ -1,8 +1,6 @@
 """The ledger: the durable record of every group from admission to its end, in one SQLite file and its segments.
-
-`connection.py` has the promises of the file and of its transactions; this file has operations on its tables that several
-modules need.
-"""
+`connection.py` has the promises of the file and of its transactions; this file has operations that several modules
+need."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ PRIORITY = (
 MAX_SEQUENCE = 1 << 62
 """A sequence number above that of any event, within SQLite's range."""
 MAX_EVENTS = {"member": 100_000, "warning": 100_000}
-"""Largest number of events in one run, for kinds of events that workers can cause without limit. The key is the kind.
-"""
+"""Largest number of events of a run, for kinds that workers can cause without limit. The key is the kind."""
 GROUPS_AT_ONCE = 512
 """Largest number of groups whose payloads are pruned in one transaction."""
 PRUNED = "pruned:groups"
@@ -212,8 +209,7 @@ class Ledger(LedgerFile):
         return counters
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
-        """Append to the run's events, which Watch streams. Kinds in MAX_EVENTS are limited: the last event says so, and
-        further ones are not recorded."""
+        """Append an event for Watch. Of a kind in MAX_EVENTS the last allowed event says that no further one follows."""
         if kind in MAX_EVENTS:
             number = self.counters(run_id).get(f"events:{kind}", 0) + 1
             if number > MAX_EVENTS[kind]:
@@ -283,8 +279,7 @@ class Ledger(LedgerFile):
         return self._newest_fact(run_id, "bundle")
 
     def end_step(self, run_id: str) -> int:
-        """Return the number of steps after which the run ends early, because its hours were over; 0 without an early
-        end."""
+        """Return the number of steps after which the run ends because its hours are over; 0 without an early end."""
         return int(self._newest_fact(run_id, "end_step") or 0)
 
     def bundles(self) -> list[str]:
@@ -323,8 +318,7 @@ class Ledger(LedgerFile):
         )
 
     def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
-        """Return the group and the kind of the payload to which a damaged record belongs; None if nothing refers to the
-        record."""
+        """Return group and kind of the payload with a damaged record; None if nothing refers to the record."""
         return self.row(
             "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
             (damaged.segment, run_id, damaged.start, damaged.start),
@@ -354,8 +348,7 @@ class Ledger(LedgerFile):
         self.note_removed_records(self.episodes.remove(run_id, group_id))
 
     def is_pruning_due(self, run_id: str, batch: int) -> bool:
-        """Return whether `prune` would remove payloads: those of steps before the oldest kept checkpoint. `batch` is
-        the number of groups in a step."""
+        """Return whether steps before the oldest kept checkpoint have payloads to prune; `batch` is groups per step."""
         return self.counters(run_id).get(PRUNED, 0) < self.checkpoints.oldest_step(run_id) * batch
 
     def prune(self, run_id: str, batch: int, at_once: int = GROUPS_AT_ONCE) -> None:
@@ -371,16 +364,14 @@ class Ledger(LedgerFile):
         self.count(run_id, PRUNED, number)
 
     def note_removed_records(self, removed: Iterable[sqlite3.Row]) -> None:
-        """Evict removed records from memory and mark their segments as candidates for removal; `removed` has (segment,
-        start) of rows that were deleted from `payloads` and `episodes`."""
+        """Evict removed records, (segment, start), from memory; mark their segments as candidates for removal."""
         for segment, start in list(removed):
             if segment is not None:
                 self.payloads.evict(segment, start)
                 self.payloads.mark_candidate(segment)
 
     def remove_unused_segments(self) -> Future[None] | None:
-        """Remove segments that no payload refers to. A thread waits until the commit that made them unused is synced.
-        Checks a bounded number at each call."""
+        """Remove some segments without payloads, on a thread after the sync of the commit that made them unused."""
         unused = [number for number in self.payloads.removal_candidates() if not self._is_used(number)]
         return self.payloads.remove(unused, after=self.sync) if unused else None
 

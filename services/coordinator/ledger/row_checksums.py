@@ -45,8 +45,6 @@ verify compares them with the groups; in `episodes` a backup changes them, and t
 
 
 class Table(NamedTuple):
-    """A table of the schema."""
-
     name: str
     columns: tuple[str, ...]
     """Sealed columns, ordered by name, because an upgrade appends columns."""
@@ -70,8 +68,7 @@ def tables() -> dict[str, Table]:
 
 
 def checksum(*values: object) -> int:
-    """Return the checksum of a row's values in column order. They are escaped to ASCII, so all versions of Python
-    agree."""
+    """Return the checksum of a row's values in column order, in ASCII so that all versions of Python agree."""
     return crc32(ascii(values).encode())
 
 

@@ -56,8 +56,7 @@ IN_TURN = 8
 """Each check also reads this many segments that are not marked, in turn, because a removal may not have been marked."""
 
 MAX_RECENT_BYTES = 256 << 20
-"""Largest number of bytes of records that are kept in memory. These are the newest records that were in no served
-batch."""
+"""Largest number of bytes of records in memory: the newest records that were in no served batch."""
 
 
 class Location(NamedTuple):
@@ -162,13 +161,10 @@ class DamagedRecord(LedgerFault):
 
 
 class UnopenedSegment(LedgerFault):
-    """A segment that cannot be opened or created now: no file descriptor is free, or permissions were changed. Nothing
-    is lost, so callers retry."""
+    """A segment that cannot be opened or created now (no descriptor, permissions). Nothing is lost, so callers retry."""
 
 
 class Payload(NamedTuple):
-    """Texts and arrays of a group."""
-
     header: Frame
     """Message `Texts` or `LeaseReturn`: texts and finish reasons."""
     arrays: Frame
@@ -239,8 +235,7 @@ class PayloadStore:
         return locations
 
     def _parts(self, records: Sequence[Record], position: int) -> Iterator[Buffer]:
-        """Yield the parts to write; the first is written at `position`. Each is sealed when it is yielded, so memory holds no
-        second copy of all."""
+        """Yield the parts to write from `position` on, sealed one by one, so that memory holds no second copy."""
         for part in (part for record in records for part in (record.header, record.arrays)):
             written = part if self._cipher is None else self._cipher.seal(part, position)
             yield written
@@ -389,8 +384,7 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 """Flag of a direct write; 0 on systems without it."""
 
 BUFFER_BYTES = 8 << 20
-"""Largest number of bytes of a write. Each write releases the interpreter lock and then waits for it, so writes should
-be few."""
+"""Largest number of bytes of a write; writes should be few, because each one waits for the interpreter lock."""
 
 
 class SegmentWriter:
@@ -441,8 +435,7 @@ class SegmentWriter:
             position, self.size = position + whole, self.size + whole
 
     def _set_direct(self, direct: bool) -> bool:
-        """Set or clear O_DIRECT; return whether that changed anything. A file system without direct writes refuses the
-        flag, or the first write."""
+        """Set or clear O_DIRECT; return whether it changed. A file system without it refuses flag or first write."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         new_flags = flags | O_DIRECT if direct else flags & ~O_DIRECT
         try:

@@ -1,9 +1,9 @@
-"""Commands of a person on runs (cancel, pause, resume, drop groups, checkpoint) and on workers (drain).
+"""Commands of a person on runs (cancel, pause, resume, drop groups, checkpoint) and on workers (drain). Changes are
+events of the run.
 
 `resume` reads the files again that a person may have corrected while a run was paused: data sets, the chat template,
-reward functions. Changes are events of the run. A run with a bundle gets the corrected files in a new bundle. For a run
-without one, the digests of the functions' files are recorded if the files are on this machine; the coordinator never
-runs them.
+reward functions. A run with a bundle gets the corrected files in a new bundle. For a run without one, the digests of
+the functions' files are recorded if the files are on this machine; the coordinator never runs them.
 """
 
 from __future__ import annotations
@@ -172,11 +172,9 @@ class Resumption:
 
     async def read(self, run_id: str, bundle: str = "", changes: Sequence[str] = ()) -> ActiveRun | None:
         """If dropped groups have paused the active run, or if `changes` of its new bundle contain data sets, open its
-        data sets again, and return the run with them; else None.
-
-        An opening continues after a caller has cancelled, and the next call gets its outcome. Raises DataError,
-        Unreadable for a data set that cannot be used now: the run stays paused.
-        """
+        data sets again, and return the run with them; else None. An opening continues after a caller has cancelled,
+        and the next call gets its outcome. Raises DataError, Unreadable for a data set that cannot be used now: the
+        run stays paused."""
         run = self._exchange.active
         if run is None or run.run_id != run_id:
             return None
@@ -248,8 +246,7 @@ def changed_function_warnings(before: str, now: str) -> list[str]:
 
 
 def started_facts(run: ActiveRun, bundle: str) -> dict[str, str]:
-    """Return the facts for the event of a run's start: the data's fingerprint, and without a bundle the functions'
-    digests."""
+    """Return facts for the event of a run's start: the data's fingerprint, and without a bundle the functions' digests."""
     fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
     functions = {} if bundle else {"functions": function_digests(run.spec)}
     return {"data": fingerprint} | functions

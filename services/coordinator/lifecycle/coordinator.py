@@ -132,8 +132,7 @@ class Coordinator:
         ledger.on_fault = self._on_ledger_fault
 
     async def recover(self) -> None:
-        """Restore the run that was active. Call this before anyone may connect, because a request for work of an
-        inactive run is answered that the run is over."""
+        """Restore the active run. Call this before anyone may connect, else workers are told that their run is over."""
         await run_start.recover(self.context)
         await self.starter.start_next()
         await run_start.warn_of_backup(self.context)
@@ -198,7 +197,6 @@ class Coordinator:
         self._gauge_history.observe(time.monotonic())
 
     async def _prune(self) -> None:
-        """Delete some of the records that the active run does not need any more."""
         run = self.exchange.active
         if run is None or run.prompts is None or run.spec.logger.keep_samples:
             return
@@ -269,11 +267,9 @@ class Coordinator:
     # The end
 
     async def wait_for_leavers(self, grace_s: float) -> None:
-        """Keep serving, for `grace_s` seconds at most, until the draining workers have left.
-
-        The signal that stops the coordinator often stops the workers too, in any order, and their last submissions
-        (unfinished groups, scores, a checkpoint) would have to be computed again. Workers that stay are not affected.
-        """
+        """Keep serving, for `grace_s` seconds at most, until the draining workers have left. The signal that stops the
+        coordinator often stops the workers too, in any order, and their last submissions (unfinished groups, scores,
+        a checkpoint) would have to be computed again. Workers that stay are not affected."""
         started_s = time.monotonic()
         while self.members.all() and (waited_s := time.monotonic() - started_s) < grace_s:
             leaving = [member.member_id for member in self.members.all() if member.draining]

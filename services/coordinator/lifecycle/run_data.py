@@ -1,9 +1,7 @@
 """Opens the data sets of a run when it is submitted, to check them, and again when it starts. Checks its bundle at
-submission, unpacks it if the coordinator reads data from it, and keeps it while a run has it.
-
-The newest event of a run's state with a bundle decides which bundle the run has. The paths in the spec of a run without
-one are those of this machine.
-"""
+submission, unpacks it if the coordinator reads data from it, and keeps it while a run has it. The newest event of a
+run's state with a bundle decides which bundle the run has. The paths in the spec of a run without one are those of
+this machine."""
 
 from __future__ import annotations
 
@@ -30,8 +28,6 @@ NUM_FIRST = 8
 
 
 class RunData(NamedTuple):
-    """The opened data sets of a run."""
-
     num_rows: int
     """Number of rows of the training data."""
     prompts: PromptSource | None = None
@@ -84,11 +80,8 @@ class Openings:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def open(self, submission: str, work: Callable[[], T]) -> T:
-        """Run `work` on a thread and return its result, or that of the opening that an earlier call of this submission
-        began.
-
-        Raises the error of `work`, and Busy if too many openings are in progress.
-        """
+        """Run `work` on a thread, or join the opening that an earlier call of this submission began; return the result.
+        Raises the error of `work`, and Busy if too many openings are in progress."""
         task = self._tasks.get(submission)
         if task is None:
             self._make_room()
@@ -116,8 +109,7 @@ MAX_REPORT = 1 << 14
 
 
 class RunBundles:
-    """The bundles in one `BlobStore`. Methods with a digest as argument block, so call them on threads; the others use
-    the ledger."""
+    """The bundles in one `BlobStore`. Methods with a digest block, so call them on threads; others use the ledger."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, functions_from: Sequence[Path] = ()):
         self._ledger, self._blobs, self._functions_from = ledger, blobs, functions_from

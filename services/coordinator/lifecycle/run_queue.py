@@ -2,8 +2,8 @@
 
 A model may be named as `run:ID`, the final export of that run, else its newest export by step; and as `run:ID/NAME`,
 the export of that name. A reward model may also be `run:ID/newest`: the folder of the exports, in which its process
-always finds the newest one. The stored spec has the folder or URL instead, so that workers, later sessions and replays
-read the same files.
+always finds the newest one. The stored spec has the folder or URL instead, so that all later readers use the same
+files.
 """
 
 from __future__ import annotations
@@ -63,10 +63,8 @@ class RunQueue:
         self._openings = Openings()
 
     async def submit(self, spec_yaml: str, submission: str = "", bundle: str = "") -> str:
-        """Check a spec, its `bundle` and its data sets, and queue a run; return its id, the same for the same `submission`.
-
-        Raises SpecError, InvalidInput, DataError, Unreadable, Busy.
-        """
+        """Check a spec, its `bundle` and its data sets, and queue a run; return its id, the same for the same
+        `submission`. Raises SpecError, InvalidInput, DataError, Unreadable, Busy."""
         if len(submission) > MAX_SUBMISSION:
             raise InvalidInput(
                 f"the name of a submission has {len(submission)} characters, at most {MAX_SUBMISSION} are allowed"
@@ -129,8 +127,7 @@ class RunQueue:
         return run_id
 
     def _check_room(self, caller: Caller | None) -> None:
-        """Raise Busy if the queue is full, or if the submitter already has as many runs in it as one submitter may
-        have."""
+        """Raise Busy if the queue is full, or if the submitter has as many queued runs as one submitter may have."""
         queue = self._ledger.queue()
         if len(queue) >= MAX_QUEUED:
             raise Busy(

@@ -1,9 +1,7 @@
-"""The start of a run: the active run after a restart, else the queued run that is due.
-
-A run that cannot be started now is retried with back-off. A run whose spec this version cannot read lets other runs go
-first. A run fails here only by a fault of its data, and only before its first step. After a restart nothing prevents a
-run from continuing: a summary that a kill prevented is written if its rows can be read.
-"""
+"""The start of a run: the active run after a restart, else the queued run that is due. A run that cannot be started now
+is retried with back-off. A run whose spec this version cannot read lets other runs go first. A run fails here only
+by a fault of its data, and only before its first step. After a restart nothing prevents a run from continuing: a
+summary that a kill prevented is written if its rows can be read."""
 
 from __future__ import annotations
 
@@ -143,11 +141,8 @@ class RunStarter:
         await self._context.watchers.notify()
 
     async def _pass_over(self, row: sqlite3.Row, error: SpecError) -> None:
-        """Pause the run that is due because this version cannot read its spec; the next run goes first.
-
-        The run keeps its open groups. If it is the only run, it is postponed instead, and its workers keep their
-        leases.
-        """
+        """Pause the run that is due because this version cannot read its spec; the next run goes first. The run keeps
+        its open groups. If it is the only run, it is postponed instead, and its workers keep their leases."""
         run_id = row["run_id"]
         if self._ledger.due_run({*self._delays.passed_over, run_id}) is None:
             await self._postpone(row, error)

@@ -1,9 +1,6 @@
 """State changes of a run that the coordinator decides (pause on a fault, continue, preempt, fail, end), and the wake-up
-of `Watch` calls.
-
-A run that is paused on a fault is retried automatically if waiting may help; a pause by a person ends only by a person
-(`services/coordinator/lifecycle/commands.py`). A failed run keeps its open groups, because `resume` queues it again.
-"""
+of `Watch` calls. A run that is paused on a fault is retried automatically if waiting may help; a pause by a person
+ends only by a person (`commands.py`). A failed run keeps its open groups, because `resume` queues it again."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ class Watchers:
         self._run_log, self._server = run_log, server
 
     async def notify(self, *kinds: str) -> None:
-        """Wake every `Watch` call, because there may be new events. Also wake the exchange's waiting requests of the
-        given kinds."""
+        """Wake every `Watch` call for new events, and the exchange's waiting requests of the given kinds."""
         if kinds:
             self._server.wake(*kinds)
         async with self.changed:
@@ -89,17 +85,13 @@ def set_state(ledger: Ledger, run_id: str, state: str, message: str = "", **fact
 
 
 class RunStates:
-    """Changes the states of one coordinator's runs."""
-
     def __init__(self, context: RunContext, assignments: Assignments):
         self._context, self._assignments = context, assignments
         self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
 
     async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
         """Pause a run that cannot continue; nothing is lost. A person resumes it, unless it is `retried` automatically.
-
-        A pause by a person stays one. Does nothing if the run is already paused with the same message.
-        """
+        A pause by a person stays one. Does nothing if the run is already paused with the same message."""
         async with self._context.lock:
             row = self._ledger.run(run_id)
             retrying = self._delays.retried == run_id

@@ -1,8 +1,6 @@
 """Checks of a submitted spec against its data and files, for faults that every group or episode of the run would have.
-
-A check passes if it needs a file that is not on this machine. User code is parsed and never run, and a definition with
-decorators passes, because they may change it.
-"""
+A check passes if it needs a file that is not on this machine. User code is parsed and never run, and a definition
+with decorators passes, because they may change it."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ CHECKED_ROWS = 32
 
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
-    """Check the model of a submitted run and open its data sets; return them with warnings about them. Raises
-    DataError, Unreadable, InvalidInput."""
+    """Check the model and open the data sets; return them with warnings. Raises DataError, Unreadable, InvalidInput."""
     _check_builtin_rewards(spec)
     warnings = _check_models(spec)
     _check_template_kwargs(spec)
@@ -142,7 +139,6 @@ def _gold_warnings(spec: RunSpec, field: str, source: PromptSource) -> list[str]
 
 
 def _columns_of(reward: RewardFunctionSection) -> list[str]:
-    """Return the columns that a reward function is known to require."""
     path, colon, name = reward.function.rpartition(":")
     if colon:
         return [argument for argument in _required(Path(path), name) if argument not in reward.kwargs]
@@ -218,11 +214,8 @@ def _template_source(policy: PolicySection) -> str:
 
 
 def _check_models(spec: RunSpec) -> list[str]:
-    """Check the models as far as their config.json can be read on this machine; return warnings about URLs that cannot
-    be read now.
-
-    Raises InvalidInput for an architecture that cannot be trained, Unreadable for a URL without a model.
-    """
+    """Check the models as far as their config.json can be read on this machine; return warnings about unreadable URLs.
+    Raises InvalidInput for an architecture that cannot be trained, Unreadable for a URL without a model."""
     warnings = []
     for section, key in MODEL_FIELDS:
         name, field = getattr(getattr(spec, section), key), f"{section}.{key}"
@@ -394,8 +387,7 @@ Definition = Function | ast.ClassDef
 
 
 def parsed(path: Path) -> ast.Module | None:
-    """Return the syntax tree of a Python file; None if it cannot be read on this machine. Then the worker reports
-    the fault."""
+    """Return a Python file's syntax tree; None if this machine cannot read it: the worker then reports the fault."""
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return None

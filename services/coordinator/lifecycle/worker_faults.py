@@ -2,9 +2,8 @@
 
 A run fails only by a fault of its spec, and only before its first step. A temporary fault of all workers of a role (a
 file, a hub, an absent mount) pauses the run with each message; the run continues automatically when one of them can
-work. Rollout and reward workers retry by themselves; a learner gets a new session after a back-off.
-
-`decide` is pure; `Faults` keeps the members' messages in `Member.fault`, and the coordinator calls it at every tick.
+work. Rollout and reward workers retry by themselves; a learner gets a new session after a back-off. `decide` is pure;
+`Faults` keeps the members' messages in `Member.fault`, and the coordinator calls it at every tick.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ def explain(members: Sequence[Member]) -> str:
 
 
 class Faults:
-    """Handles the faults of one coordinator's members."""
-
     def __init__(self, context: RunContext, members: Members, states: RunStates, assignments: Assignments):
         self._context, self._members, self._states = context, members, states
         self._assignments = assignments
@@ -110,7 +107,6 @@ class Faults:
         await self.check(time.monotonic())
 
     def clear(self) -> None:
-        """Clear all faults, because a person resumes the run or another run starts."""
         for member in self._members.all():
             member.fault = None
         self._roles.clear()

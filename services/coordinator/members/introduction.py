@@ -1,8 +1,6 @@
-"""Checks a worker's Hello: its certificate, its fields, and its right to the member id that it names.
-
-A member id names one worker for the worker's life. A worker that shows the secret of that member's Welcome is the same
-worker on a new stream; without the secret it waits until the member has been silent for the heartbeats' time-out.
-"""
+"""Checks a worker's Hello: its certificate, its fields, and its right to the member id that it names. A member id names
+one worker for the worker's life. A worker that shows the secret of that member's Welcome is the same worker on a new
+stream; without the secret it waits until the member has been silent for the heartbeats' time-out."""
 
 from __future__ import annotations
 

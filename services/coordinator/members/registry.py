@@ -1,11 +1,9 @@
 """Keeps the current members. Pure bookkeeping with a clock; the control plane feeds it.
 
-A member joins with Hello, stays by its reports, and leaves by a drain or by silence. A broken stream alone does not end
-it: the worker may return within a time-out.
-
-Each request to the exchange carries the secret of its member's Welcome, which is valid until the next Welcome or the
-member's end. A request with an earlier secret is neither accepted nor refused for good, because the worker sends it
-again after its next Welcome. A request with any other secret is refused.
+A member joins with Hello, stays by its reports, and leaves by a drain or by silence. After a broken stream alone the
+worker may return within a time-out. Each request to the exchange carries the secret of its member's Welcome, which is
+valid until the next Welcome or the member's end. A request with an earlier secret is neither accepted nor refused for
+good, because the worker sends it again after its next Welcome. A request with any other secret is refused.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class DirectiveQueue:
         self._waiting: dict[Hashable, worker_pb2.ConnectResponse] = {}
         """Directives in sending order."""
         self._acks: dict[tuple[str, int, int], worker_pb2.WeightAck] = {}
-        """Acknowledgements, which are sent after the directives in `_waiting`. The key is member id, session and step.
-        """
+        """Acknowledgements, sent after `_waiting`. The key is member id, session and step."""
         self._numbers = 0
         self._plain = 0
         self._ended = False
@@ -125,8 +122,6 @@ class Fault:
 
 @dataclass
 class Member:
-    """A worker, as the coordinator sees it."""
-
     member_id: str
     role: common_pb2.Role.ValueType
     address: str
@@ -134,7 +129,6 @@ class Member:
     last_report_s: float
     http_address: str = ""
     connected: bool = True
-    """True while the worker's stream is open."""
     version: Version | None = None
     ahead_session: int = 0
     """Session of the worker's weights if the ledger does not know that session, else 0."""
@@ -208,8 +202,6 @@ class Member:
 
 
 class Members:
-    """All members by id."""
-
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self._members: dict[str, Member] = {}
@@ -218,7 +210,6 @@ class Members:
         return len(self._members)
 
     def get(self, member_id: str) -> Member | None:
-        """Return the member with an id; None if there is none."""
         return self._members.get(member_id)
 
     def add(self, member: Member) -> None:
@@ -232,7 +223,6 @@ class Members:
         return self._members.pop(member_id, None)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
-        """Return the members of a role in the order of joining."""
         return [member for member in self._members.values() if member.role == role]
 
     def all(self) -> list[Member]:
@@ -268,8 +258,7 @@ IGNORED_S = 0.05
 
 
 class LoopLag:
-    """Adds up the running event loop's pauses. `watch` runs the beat; `take` also counts a pause that has not ended
-    yet."""
+    """Adds up the event loop's pauses. `watch` runs the beat; `take` also counts a pause that has not ended yet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -298,8 +287,7 @@ class LoopLag:
 
 
 MAX_EARLIER = 4096
-"""Largest number of earlier secrets that are kept. It is more than the number of workers that leave while a message is
-on its way."""
+"""Largest number of earlier secrets that are kept: more than the workers that leave while a message is on its way."""
 
 
 class Standing(enum.Enum):

@@ -1,8 +1,6 @@
-"""Assigns runs to workers and sessions to learners, and sends the lists by which members find each other.
-
-A learner that joins gets a new session, from the newest checkpoint that can be loaded. If there is none and the earlier
-samples are gone, the run is paused.
-"""
+"""Assigns runs to workers and sessions to learners, and sends the lists by which members find each other. A learner
+that joins gets a new session, from the newest checkpoint that can be loaded. If there is none and the earlier
+samples are gone, the run is paused."""
 
 from __future__ import annotations
 
@@ -32,9 +30,8 @@ NAMED = 16
 SESSIONS_KEPT = 64
 
 MAX_LATER_SESSIONS = 3
-"""At most this many sessions end, while this coordinator runs, because a worker holds weights of a later session. After
-the restore of a backup, workers hold weights of few later sessions; a worker that claims ever later sessions must not
-prevent training."""
+"""Largest number of sessions that end, while this coordinator runs, because a worker holds weights of a later session.
+A restored backup causes few; a worker that claims ever later sessions must not prevent training."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +50,6 @@ class Roster:
         self.member_ids: list[str] = []
         self._host_member_ids: list[str] = []
         self.plans = HostPlans(members, exchange, learner)
-        """Plans for the hosts of the roster's members."""
 
     def clear(self) -> None:
         """Clear the roster, because the run is over or the learner must get it again."""
@@ -98,7 +94,6 @@ class Roster:
 
 
 def listed_names(member_ids: Sequence[str]) -> str:
-    """Return the members of a roster for a log line."""
     if not member_ids:
         return "nobody"
     more = len(member_ids) - NAMED
@@ -181,8 +176,7 @@ class Assignments:
     # Sessions
 
     def learner(self) -> Member | None:
-        """Return rank 0 of the learner with the run's newest session; None if there is none. A learner keeps the
-        session while it is a member, even if its stream breaks."""
+        """Return rank 0 of the learner with the newest session, even with a broken stream; None if there is none."""
         run = self._exchange.active
         if run is None:
             return None
@@ -214,8 +208,7 @@ class Assignments:
         return newest
 
     def restore_session(self) -> str | None:
-        """Return the id of the learner with the active run's newest session, from the ledger after a restart; None if
-        there is none."""
+        """Return the id of the learner with the active run's newest session in the ledger; None if there is none."""
         run = self._exchange.active
         member_id = self._ledger.session_holder(run.run_id) if run is not None else ""
         if run is None or not member_id:
@@ -223,8 +216,7 @@ class Assignments:
         return self._sessions.setdefault((run.run_id, self._ledger.run(run.run_id)["session"]), member_id)
 
     def is_published(self, version: Version) -> bool:
-        """Return whether a session of the run can have published a version. A version is published before the receipt
-        of its step arrives."""
+        """Return whether a session of the run can have published a version, as it does before the step's receipt."""
         run = self._exchange.active
         row = self._ledger.run(run.run_id) if run is not None else None
         return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
@@ -297,8 +289,7 @@ class Assignments:
         self._numbers.note_session(run.run_id, newest, max(hello.session, hello.version.session))
 
     async def begin_session_above_holder(self, member: Member) -> None:
-        """Begin a session with a number above the session of a worker's weights, which the ledger does not know. This
-        happens at most MAX_LATER_SESSIONS times."""
+        """Begin a session above that of a worker's weights, unknown to the ledger, at most MAX_LATER_SESSIONS times."""
         run, session = self._exchange.active, member.ahead_session
         if run is None or session < self._ledger.run(run.run_id)["session"]:
             return
@@ -315,8 +306,7 @@ class Assignments:
         await self.begin_session_above(session)
 
     async def begin_session_above(self, session: int) -> None:
-        """Begin a session with a number above `session`, because a worker or a folder has weights or files of that
-        session, which the ledger does not know."""
+        """Begin a session above `session`, because a worker or a folder has its files, which the ledger does not know."""
         run = self._exchange.active
         if run is None:
             return
@@ -366,8 +356,7 @@ class Assignments:
         return worker_pb2.ConnectResponse(run=assignment)
 
     def update_engines(self) -> None:
-        """Send the list of serving rollout workers to every environment worker of the active run that has an older
-        list."""
+        """Send the list of serving rollout workers to the active run's environment workers that have an older one."""
         run = self._exchange.active
         if run is None or not run.spec.environment.is_used:
             return

@@ -31,8 +31,6 @@ TREE_WIDTH = 8
 
 
 class Hop(NamedTuple):
-    """A host in the chain."""
-
     relay_id: str
     address: str
     zone: str = ""
@@ -54,10 +52,8 @@ def width(size_bytes: int) -> int:
 
 
 def parent(position: int, fan_out: int) -> int:
-    """Return the position of the host that `position` reads from; -1 for the learner's hosts.
-
-    With a fan-out of 1 the hosts form a chain, else a tree whose first level reads from the learner.
-    """
+    """Return the position of the host that `position` reads from; -1 for the learner's hosts. With a fan-out of 1 the
+    hosts form a chain, else a tree whose first level reads from the learner."""
     return position - 1 if fan_out == 1 else position // fan_out - 1
 
 

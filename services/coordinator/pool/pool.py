@@ -1,9 +1,9 @@
 """The pool of members: lets workers join, suspects and expels them, and removes those that leave or are silent.
 
-A worker that joins is assigned to the active run (`services/coordinator/pool/assignments.py`). A member that is silent
-for half the time-out is suspected: it leaves the roster, and work that others wait for is leased again. After the whole
-time-out it is removed; after half of it if its stream broke, unless it has a session. After one and a half time-outs a
-learner's rank is lost, and the learner's other ranks are notified.
+A worker that joins is assigned to the active run (`assignments.py`). A member that is silent for half the time-out is
+suspected: it leaves the roster, and work that others wait for is leased again. After the whole time-out it is removed;
+after half of it if its stream broke, unless it has a session. After one and a half time-outs a learner's rank is lost,
+and the learner's other ranks are notified.
 """
 
 from __future__ import annotations

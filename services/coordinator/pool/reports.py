@@ -1,9 +1,6 @@
 """Checks which member may make which report, and handles it. `Pool` receives reports, notes their times and passes them
-on.
-
-A report counts only if it comes from the right role and, for a learner, from the right session. Any other one comes
-from a confused or lying member: it is ignored, and the run continues.
-"""
+on. A report counts only if it comes from the right role and, for a learner, from the right session. Any other one
+comes from a confused or lying member: it is ignored, and the run continues."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ from paceline.v1 import common_pb2, worker_pb2
 
 
 class WorkerFaults(Protocol):
-    """Handles the faults of workers."""
-
     async def on_error(self, member: Member, report: worker_pb2.RunReport) -> None:
         """Handle a member that cannot work on the active run."""
 

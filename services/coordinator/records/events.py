@@ -1,9 +1,7 @@
 """Answers RecordsService.GetMetrics (metrics of a run by step, averaged down to a number of points), and requests for
-pages of a run's events.
-
-SQLite reads and averages the events' JSON, so the interpreter is free for the exchange meanwhile. A call reads a
-bounded number of events; its page ends at the end of a point, so the points do not depend on the pages.
-"""
+pages of a run's events. SQLite reads and averages the events' JSON, so the interpreter is free for the exchange
+meanwhile. A call reads a bounded number of events; its page ends at the end of a point, so the points do not depend
+on the pages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Answers from files beside the ledger: readings of the members, averaged down to a number of points, and the services'
-logs.
-
-The files are bounded when they are written, and so is the work of a call. A request names a log as the list does and
-never a path, so no other file can be read.
-"""
+logs. The files are bounded when they are written, and so is the work of a call. A request names a log as the list
+does and never a path, so no other file can be read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Answers about runs, specs, token accounting, batches, checkpoints and groups, from the ledger's rows.
-
-The attempts contain groups that were dropped because all their completions were alike, so the pages show how hard a
-prompt is. Messages about runs parse no YAML. A run whose row cannot be read gets a message that says so, and does not
-hide the other runs.
-"""
+"""Answers about runs, specs, token accounting, batches, checkpoints and groups, from the ledger's rows. The attempts
+contain groups that were dropped because all their completions were alike, so the pages show how hard a prompt is.
+Messages about runs parse no YAML. A run whose row cannot be read gets a message that says so, and does not hide the
+other runs."""
 
 from __future__ import annotations
 

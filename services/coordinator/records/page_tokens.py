@@ -1,7 +1,5 @@
-"""Page tokens of RecordsService: the key of the last row of a page, as numbers.
-
-A token is a key and not an offset, so every page costs the same, and added rows move none.
-"""
+"""Page tokens of RecordsService: the key of the last row of a page, as numbers. A token is a key and not an offset, so
+every page costs the same, and added rows move none."""
 
 from __future__ import annotations
 

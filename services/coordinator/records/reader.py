@@ -1,8 +1,6 @@
 """Answers RecordsService's calls from one read-only ledger: for the coordinator's servicer, and without a coordinator.
-
 Promise: no call writes, none runs longer than `limit_s`, and every answer is bounded. All calls of a reader have to
-come from one thread, which is not the coordinator's loop.
-"""
+come from one thread, which is not the coordinator's loop."""
 
 from __future__ import annotations
 

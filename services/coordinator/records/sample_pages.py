@@ -1,9 +1,7 @@
-"""RecordsService.ListSamples: pages of groups with those of their completions that pass the filters.
-
-A call reads a bounded number of groups, in the order of an index, and decodes a bounded number of bytes, so a search
-for a rare text takes many short calls. The samples of a group with an environment have conversations, turns, and rows
-with their masks.
-"""
+"""RecordsService.ListSamples: pages of groups with those of their completions that pass the filters. A call reads a
+bounded number of groups, in the order of an index, and decodes a bounded number of bytes, so a search for a rare
+text takes many short calls. The samples of a group with an environment have conversations, turns, and rows with
+their masks."""
 
 from __future__ import annotations
 
@@ -33,12 +31,10 @@ GROUPS = 64
 """Largest number of groups that a call reads."""
 
 MAX_BYTES = 4 << 20
-"""Largest number of stored bytes that a call decodes, and of bytes in its answer. The group that exceeds either is the
-last one."""
+"""Largest number of bytes that a call decodes, and of its answer. The group that exceeds either is the last one."""
 
 MAX_EXTRA_BYTES = 16 << 20
-"""Size, in bytes, of the largest extra.jsonl that a bounded call reads, because it reads the whole file for every page.
-"""
+"""Size, in bytes, of the largest extra.jsonl that a bounded call reads, because each page reads the whole file."""
 
 MAX_PROMPT, MAX_TEXT = 4000, 2000
 MAX_MESSAGES = 100
@@ -336,8 +332,6 @@ OPTIONAL = ("min_reward", "max_reward", "min_tokens", "max_tokens", "min_age", "
 
 
 class CompletionFilter:
-    """The filters of one request on completions."""
-
     def __init__(self, request: pb.ListSamplesRequest):
         self._bounds = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}  # type: ignore[arg-type]
         self._finish_reason = request.finish_reason
@@ -345,7 +339,6 @@ class CompletionFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether every completion passes."""
         return not (self._bounds or self._finish_reason or self._text)
 
     def passes(self, completion: dict[str, Any], prompt_json: str, step: int | None) -> bool:
@@ -385,11 +378,9 @@ def total_tokens(completion: dict[str, Any]) -> int:
 
 def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
     """Return the content of each sample of a group; None for a group without an environment. Raises WireError.
-
     `token_ids`, `logprobs` and `spans` are those that the model sampled, in all rows of the sample, so that exports
     read an episode as a completion. `rows` has every token that the model read: `sampled` is the mask, 1 for sampled
-    tokens. `turns` are in the order of rows: row, start, end, reward (null for none).
-    """
+    tokens. `turns` are in the order of rows: row, start, end, reward (null for none)."""
     _, rows = decode_result(arrays, texts)
     owners = split_rows(CompletionArrays.of(arrays), rows)
     if owners is None:

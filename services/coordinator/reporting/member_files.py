@@ -1,12 +1,10 @@
 """Files beside the ledger with reports of members that the ledger does not keep: readings of their gauges every five
 seconds, with the shares of time in which they worked, waited, updated weights or were away; and the learner's
-statistics of single tokens, a protobuf message for each step.
+statistics of single tokens, a protobuf message for each step. A line of readings is a JSON object: `time` in seconds
+since 1970 and `members` by id, each with its pool and its gauges. Nothing is written while there is no member.
 
 Promise: the files of either kind (of tokens: of a run) take 32 MB at most, the oldest are removed first, and a slow or
 full disk delays nothing: a thread writes, and anything that arrives while it still writes is left out.
-
-A line of readings is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its
-gauges. Nothing is written while there is no member.
 """
 
 from __future__ import annotations
@@ -100,7 +98,6 @@ def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files of readings, oldest first."""
     return sorted(folder.glob("gauges-*.jsonl"))
 
 

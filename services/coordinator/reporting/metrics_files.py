@@ -119,11 +119,8 @@ IsAhead = Callable[[str, int], bool]
 
 def set_aside(path: Path, is_ahead: IsAhead, block_bytes: int = BLOCK_BYTES) -> int:
     """Move lines that are ahead of the ledger, and incomplete lines, to the end of `<path>.set-aside`; return their
-    number.
-
-    The file is read from its end, up to the newest line of a trained step that the ledger knows, because the lines
-    before it are older. Raises OSError.
-    """
+    number. The file is read from its end, up to the newest line of a trained step that the ledger knows, because the
+    lines before it are older. Raises OSError."""
     if not path.is_file():
         return 0
     with path.open("r+b") as file:

@@ -51,8 +51,7 @@ Snapshot = dict[str, list[Observation]]
 
 
 class StateMeters:
-    """Gauges of the coordinator's state, from `meter`; by default from the process's provider, which does nothing if
-    none is set up."""
+    """Gauges of the coordinator's state, from `meter`, else the process's provider, which does nothing if not set up."""
 
     def __init__(
         self,
@@ -147,16 +146,14 @@ SECONDS = {
     "swap_s": "Time in which the engine swapped its weights",
     "pause_s": "Pause of the sampler",
 }
-"""The instruments. The key is the name in `VersionRecord.numbers`; the name of the instrument has no suffix for the
-unit."""
+"""Instruments. The key is the name in `VersionRecord.numbers`; the instrument's name has no suffix for the unit."""
 SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
 """Bounds of histograms in bytes, from 1 KiB to 256 GiB."""
 
 
 class WeightMeters:
-    """Instruments for published versions, from `meter`; by default from the process's provider, which does nothing if
-    none is set up."""
+    """Instruments for published versions, from `meter`, else the process's provider, which does nothing if not set up."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         meter = meter or metrics.get_meter("paceline")
@@ -189,7 +186,6 @@ class WeightMeters:
         )
 
     def record(self, run_id: str, record: VersionRecord) -> None:
-        """Record a complete version."""
         about = {"paceline.run": run_id}
         numbers = record.metrics() | {"version": float(record.version.step)}
         for name, histogram in self._seconds.items():
@@ -208,8 +204,7 @@ MAX_NAME = 200
 
 
 class StepMeters:
-    """Gauges of the newest step, from `meter`; by default from the process's provider, which does nothing if none is set
-    up."""
+    """Gauges of the newest step, from `meter`, else the process's provider, which does nothing if not set up."""
 
     def __init__(self, meter: Meter | None = None, max_gauges: int = MAX_GAUGES) -> None:
         self._meter, self._max_gauges = meter or metrics.get_meter("paceline"), max_gauges

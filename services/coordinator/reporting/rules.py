@@ -1,8 +1,6 @@
-"""Rules on a run's metrics, and explanations of steps that trained nothing or are out of scale. Pure.
-
-A rule warns at the step at which its condition has held for the rule's number of steps, and again only after a step at
-which it did not hold. A step without the metric changes nothing.
-"""
+"""Rules on a run's metrics, and explanations of steps that trained nothing or are out of scale. Pure. A rule warns at
+the step at which its condition has held for the rule's number of steps, and again only after a step at which it did
+not hold. A step without the metric changes nothing."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ class Rules:
 
     @property
     def reach(self) -> int:
-        """After a restart, this many earlier steps have to be replayed, so that the warnings are the same as without
-        the restart."""
+        """Number of earlier steps to replay after a restart, so that the warnings are the same as without it."""
         return min(MAX_REPLAYED, max((rule.steps for rule in self._rules), default=0) + 1)
 
     def check(self, metrics: Mapping[str, float | None]) -> list[Broken]:
@@ -99,8 +96,7 @@ reduction sums tokens, this bound is multiplied by the mean number of trained to
 
 
 def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
-    """Return why no token of a step had an advantage, and a remedy; empty if any had one, or if advantages are not
-    used."""
+    """Return why no token of a step had an advantage, and a remedy; empty if any had one or none is used."""
     if metrics.get("zero_advantage_fraction") != 1.0:
         return ""
     if spec.grpo.overlong_filtering and metrics.get("truncated_fraction") == 1.0:

@@ -1,8 +1,6 @@
-"""The log of a run: its events, its metrics by step, its summary. The ledger has them; files show them.
-
-`write_down` is called inside the transaction of the cause, so an event exists exactly if its cause does. The metrics of
-a step are collected from the batch, the learner's rank 0, the workers' heartbeats and the last publish.
-"""
+"""The log of a run: its events, its metrics by step, its summary. The ledger has them; files show them. `write_down` is
+called inside the transaction of the cause, so an event exists exactly if its cause does. The metrics of a step are
+collected from the batch, the learner's rank 0, the workers' heartbeats and the last publish."""
 
 from __future__ import annotations
 
@@ -103,8 +101,7 @@ class RunLog:
             (self._ledger.run_directory(run_id) / SUMMARY_NAME).unlink(missing_ok=True)
 
     def summarize_if_missing(self, run_id: str) -> None:
-        """Write the summary of an ended run if a kill or an unwritable folder prevented it. Then there is no summary,
-        or only that of the paused run."""
+        """Write an ended run's summary if a kill or an unwritable folder left none, or only that of the paused run."""
         directory = self._ledger.run_directory(run_id)
         if os.path.isdir(directory) and _summarized_state(directory) in (None, "paused"):
             self._summarize(directory, self.summary(run_id))
@@ -139,7 +136,6 @@ class RunLog:
                     self._ledger.add_event(run.run_id, "warning", notice.content)
 
     def note_staged(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> None:
-        """Note that a version is staged for the members of a roster."""
         self._weights |= {
             "weights/gather_s": seconds(report.gather_s),
             "weights/wait_s": seconds(max(report.wait_s, report.gather_s)),
@@ -147,12 +143,10 @@ class RunLog:
         self._write_versions(self._versions.stage(report, epoch, members))
 
     def note_pause(self, ack: worker_pb2.WeightAck) -> None:
-        """Note how long a sampler paused for a version."""
         self._weights |= {"weights/pause_s": seconds(ack.pause_s), "weights/swap_s": seconds(ack.swap_s)}
         self._versions.acknowledge(ack)
 
     def note_publish(self, report: worker_pb2.PublishReport) -> None:
-        """Note whether and how fast a version reached a member."""
         self._write_versions(self._versions.publish(report))
         if not report.ok:
             return
@@ -185,8 +179,7 @@ class RunLog:
         }
 
     def _seconds(self, run_id: str) -> float:
-        """Return how long the run was active over all lives of the coordinator, not by the wall clock, which may be set
-        back."""
+        """Return the active time over all lives of the coordinator, not by the wall clock, which may be set back."""
         seconds = self._ledger.counters(run_id).get(TIME, 0) / 1000
         if run_id == self._run_id and self._recorder is not None:
             seconds += time.monotonic() - self._counted_s
@@ -226,8 +219,7 @@ class RunLog:
             evaluation.begin(self._exchange, run, trained)
 
     def _warn_of_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
-        """Warn of a step that trained nothing or is out of scale: at the first such step of the run, the second, the
-        fourth …"""
+        """Warn of a step that trained nothing or is out of scale: at the first such step, the second, fourth, eighth."""
         for counter, explain in STEP_WARNINGS.items():
             text = explain(run.spec, metrics)
             if not text:
@@ -334,11 +326,8 @@ MAX_GPUS = 10_000
 
 
 class Energy:
-    """Computes the energy of the GPUs by step, from the differences of the counters in the members' gauges.
-
-    A GPU of several members counts once. A new GPU, or one whose driver was reloaded, counts from its second reading
-    on.
-    """
+    """Computes the energy of the GPUs by step, from the differences of the counters in the members' gauges. A GPU of
+    several members counts once. A new GPU, or one whose driver was reloaded, counts from its second reading on."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
@@ -399,5 +388,4 @@ def _group_text(ledger: Ledger, run_id: str, row: sqlite3.Row, functions: Sequen
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a Markdown block that shows every character."""
     return "\n".join(f"    {line}" for line in cut(text, MAX_BYTES).splitlines() or [""])

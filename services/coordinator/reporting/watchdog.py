@@ -1,9 +1,7 @@
-"""The watchdog of a training run: it explains stalls, and closes admission before the disk is full.
-
-The coordinator calls it at every tick and records its warnings. It changes only `Exchange.admission_closed`. Reasons of
-a stall are checked in the order of the stages of a group; the first one that applies explains the stall, because it
-blocks all later stages.
-"""
+"""The watchdog of a training run: it explains stalls, and closes admission before the disk is full. The coordinator
+calls it at every tick and records its warnings. It changes only `Exchange.admission_closed`. Reasons of a stall are
+checked in the order of the stages of a group; the first one that applies explains the stall, because it blocks all
+later stages."""
 
 from __future__ import annotations
 
@@ -39,18 +37,14 @@ class Watchdog:
         self._moving_s: float | None = None
         """Last monotonic time at which a learner was connected and the run was not paused."""
         self._stopped_s = 0.0
-        """Last monotonic time at which the run was paused or yielded to another run. Waiting before that time is not
-        counted."""
+        """Last monotonic time at which the run was paused or yielding; waiting before that time is not counted."""
         self._idle: tuple[int, int, float] | None = None
-        """Session and step of a batch that the learner has not requested although it has no other batch to train, and
-        the time at which this began."""
+        """Session and step of a batch that the idle learner has not requested, and the time at which this began."""
         self._unreadable_data = ""
-        """Last warning about the data set."""
         self._step = -1
         self._next_warning_s = 0.0
         """Seconds of waiting for `_step` after which the next warning is due."""
         self.stalls: list[str] = []
-        """Warnings of the last check that report a stall."""
 
     def check(self, now_s: float) -> list[str]:
         """Return due warnings: of a stall after 1, 2, 4, 8, … times `logger.stall_warning_s`."""
@@ -63,8 +57,7 @@ class Watchdog:
         return [*others, *self.stalls]
 
     def _bytes_to_come(self, run: ActiveRun) -> int:
-        """Return the number of bytes that admitted and leased groups will take, estimated from the mean size of recent
-        groups."""
+        """Return the bytes that admitted and leased groups will take, by the mean size of recent groups."""
         groups = self._ledger.groups_by_state(run.run_id)
         return int((groups[State.ADMITTED] + groups[State.LEASED]) * self._ledger.mean_result_bytes(run.run_id))
 

@@ -1,9 +1,7 @@
-"""Costs of each published version, from the reports of the learner and the members. Pure.
-
-The learner reports a version when it is staged and again for every member; a member reports its swap with its
-acknowledgement. A `VersionRecord` is complete when the whole roster has acknowledged the version, or a few versions
-later, because late members then have a newer one.
-"""
+"""Costs of each published version, from the reports of the learner and the members. Pure. The learner reports a version
+when it is staged and again for every member; a member reports its swap with its acknowledgement. A `VersionRecord`
+is complete when the whole roster has acknowledged the version, or a few versions later, because late members then
+have a newer one."""
 
 from __future__ import annotations
 

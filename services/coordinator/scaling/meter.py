@@ -1,9 +1,7 @@
 """Measures members, their room, their results and the learner's steps between two decisions on the sizes of pools.
-
 `tick` is called several times a second and adds up; `take` ends a period. `measure` turns a period into the policy's
-input for one pool. Workers report the occupied share of their room with each heartbeat; results are counted when they
-are committed.
-"""
+input for one pool. Workers report the occupied share of their room with each heartbeat; results are counted when
+they are committed."""
 
 from __future__ import annotations
 
@@ -60,11 +58,8 @@ class Period:
 
 
 def measure(period: Period, pool: PoolConfig, share: float) -> Measurement:
-    """Return a period's measurement of one pool.
-
-    In a run with an environment rollout workers sample the turns of groups that others submit; each is credited with a
-    part of these groups in proportion to its occupied room.
-    """
+    """Return a period's measurement of one pool. In a run with an environment rollout workers sample the turns of
+    groups that others submit; each is credited with a part of these groups in proportion to its occupied room."""
     workers = period.of_pool(pool)
     ready_s = sum(worker.ready_s for worker in workers.values())
     occupied_s = sum(worker.occupied_s for worker in workers.values())

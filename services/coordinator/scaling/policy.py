@@ -45,12 +45,10 @@ HALF_LIFE_STEPS = 8.0
 """A measured demand has half of its weight after this many further steps."""
 
 NEW_LOAD = 1.5
-"""If a step's demand is at least this many times the mean, or the mean this many times the demand, it counts as a new
-load: the mean begins anew."""
+"""Ratio of a step's demand to the mean, or of the mean to it, at which a new load begins: the mean begins anew."""
 
 NEW_RATE = 3.0
-"""If a measured rate is at least this many times the mean, or the mean this many times the rate, it counts as other
-work: the mean begins anew."""
+"""Ratio of a measured rate to the mean, or of the mean to it, at which other work begins: the mean begins anew."""
 
 MIN_GROUPS = 32
 """A rate is computed from at least this many completed groups."""
@@ -69,8 +67,7 @@ class Bounds:
     idle_s: float = 300.0
     """Seconds without a run after which the pool goes to `least`."""
     low_s: float | None = None
-    """Seconds for which the need must be low before the pool shrinks. None means 300, or twice the cold start if that
-    is more."""
+    """Seconds for which the need must be low before the pool shrinks; None: 300, or twice the cold start if longer."""
 
     @property
     def hold_s(self) -> float:
@@ -116,12 +113,10 @@ class PoolState:
     held: float = 0.0
     """Number of groups that the pool held at the previous measurement."""
     full_worker_s: float = 0.0
-    """Time in which `groups` were completed, in seconds of one fully occupied worker, with the same weights as
-    `groups`."""
+    """Time in which `groups` were completed, in seconds of one fully occupied worker, with the weights of `groups`."""
     demand: float = 0.0
     """Groups/s that the learner can train; 0 while it is unknown."""
     share: float = 1.0
-    """Share of the demand that this pool serves."""
     low_s: float = 0.0
     """Seconds for which the need has been low."""
     largest_low: int = 0
@@ -175,11 +170,9 @@ def decide(state: PoolState, measured: Measurement, bounds: Bounds) -> PoolState
 
 
 def _learnt(state: PoolState, measured: Measurement) -> PoolState:
-    """Return the state with the demand and rate of a measurement.
-
-    The work is what was completed plus half of the increase in held groups: while a pool fills, its first seconds have
-    no completed groups, or only short ones, and the pool would seem slow.
-    """
+    """Return the state with the demand and rate of a measurement. The work is the completed groups plus half of the
+    increase in held groups: while a pool fills, its first seconds have no completed groups, or only short ones, and
+    the pool would seem slow."""
     if measured.steps and measured.step_s > 0:
         demand = measured.groups_per_step / measured.step_s
         kept = 0.5 ** (measured.steps / HALF_LIFE_STEPS)
@@ -217,8 +210,7 @@ class PoolConfig:
     name: str
     """Name of the pool; the role for a pool of all its workers."""
     members: str = ""
-    """The pool has the workers of its role whose member ids begin with this text; if it is empty, all workers of the
-    role."""
+    """Text with which the member ids of the pool's workers begin; empty for all workers of the role."""
     bounds: Bounds = field(default_factory=Bounds)
     cost: float = 0.0
     """Cost of a worker for an hour, in any currency; 0 if it is unknown."""

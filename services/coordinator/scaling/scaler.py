@@ -52,8 +52,6 @@ NO_RUN = "no run trains on groups now"
 
 @dataclass
 class Sized:
-    """A pool with its state in the policy."""
-
     config: PoolConfig
     state: PoolState | None = None
     """State after the newest decision; None before the first."""
@@ -93,7 +91,6 @@ class Scaler:
         self._reconnected_s = now_s + (RECONNECT_S if ledger.term > 1 else 0.0)
         self._decide_s = now_s
         self._roles = frozenset[str]()
-        """Roles that a run needed at the last check."""
         self._whole = {role: Sized(PoolConfig(role, role)) for role in ROLES}
         """The pools that have all workers of a role. The key is the role."""
         declared = [Sized(pool, is_declared=True) for pool in pools]
@@ -201,11 +198,8 @@ class Supply(NamedTuple):
 
 def shares(demand: float, pools: Mapping[str, Supply], headroom: float) -> dict[str, float]:
     """Return the share of the demand for each pool. The sum is 1; if the pools together are too small, the most
-    expensive one gets the rest.
-
-    A pool with an unknown rate counts with the mean rate of the others; without a known demand or any known rate the
-    pool with the cheapest workers serves all of it.
-    """
+    expensive one gets the rest. A pool with an unknown rate counts with the mean rate of the others; without a known
+    demand or any known rate the pool with the cheapest workers serves all of it."""
     rates = [pool.rate for pool in pools.values() if pool.rate]
     usual = sum(rates) / len(rates) if rates else 1.0
     order = sorted(pools, key=lambda name: (_cost_of_group(pools[name], usual), name))
@@ -231,8 +225,7 @@ def _cost_of_group(pool: Supply, usual: float) -> float:
 
 
 BALANCED = 0.05
-"""Largest share of its time for which the learner may wait; up to this share, the advice says that only the learner
-limits the run."""
+"""Largest share of its time that the learner may wait while the advice names only the learner as the run's limit."""
 
 
 class PoolFacts(NamedTuple):

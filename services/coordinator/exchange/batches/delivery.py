@@ -107,8 +107,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
-    """Return how a receipt differs from `part`, the rank's part of the batch (None in a run without batches); empty if
-    they agree."""
+    """Return how a receipt differs from its rank's `part` of the batch (None without batches); empty if they agree."""
     rank, consumed = f"rank {receipt.rank}", [group.group_id for group in receipt.groups]
     if part is None:
         return f"{rank} trained groups {consumed}, but the run has no batches" if consumed else ""
@@ -165,7 +164,6 @@ def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchStat
 
 
 def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
-    """Mark the step's groups as trained and extend the chain, after all receipts agreed."""
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
     metrics, ends = {}, {"next_step": step + 1}

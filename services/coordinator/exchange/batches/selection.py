@@ -1,12 +1,10 @@
 """Selects the scored groups of a step's batch, computes the batch's metrics, and takes batches apart.
 
-A fixed batch does not change while a session may train it. Before that it can be taken apart because of some of its
-groups (damaged ones, or those that a person drops). The next batch of the step is its next revision, with a further
-link of the chain, and the ledger keeps the replaced batch.
-
-If the bytes of a group are lost before a session trained it, the group returns to `admitted`. A lost prefix is removed.
-A sample with a lost turn begins again. Lost bytes that a session has trained cannot be replaced: the run is paused,
-because another session would have to train the same bytes.
+A fixed batch does not change while a session may train it. Before that it can be taken apart because of damaged groups,
+or of groups that a person drops. The next batch of the step is its next revision, with a further link of the chain, and
+the ledger keeps the replaced batch. If the bytes of a group are lost before a session trained it, the group returns to
+`admitted`; a lost prefix is removed, and a sample with a lost turn begins again. If a session has trained the lost
+bytes, the run is paused, because another session would have to train the same bytes.
 
 Suffixes: G groups, C completions of a group, F reward functions.
 """
@@ -37,10 +35,8 @@ from paceline.v1 import exchange_pb2 as pb
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
-    """Fix the next batch, if it was requested and is complete; return whether it was fixed.
-
-    In one transaction the check runs once for all ranks that ask, and again only after a group was scored.
-    """
+    """Fix the next batch, if it was requested and is complete; return whether it was fixed. In one transaction the
+    check runs once for all ranks that ask, and again only after a group was scored."""
     row = exchange.ledger.run(run.run_id)
     if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:
         return False
@@ -94,8 +90,7 @@ def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collect
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
-    """Return the oldest scored groups for a batch; None if there are too few, or if the batch must wait for a live
-    group."""
+    """Return the oldest scored groups for a batch; None for too few, or if the batch must wait for a live group."""
     spec = run.spec.async_grpo
     if exchange.group_queries.num_scored(run.run_id) < run.batch_size:
         return None
@@ -130,10 +125,8 @@ def batch_metrics(
     sources_G: Sequence[object] | None = None,
 ) -> dict[str, float]:
     """Return the metrics of the batch of `step` by name; `reward` is NaN if no function gave a reward. `sources_G` are
-    the values of `data.source_key`, None without that key.
-
-    `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1).
-    """
+    the values of `data.source_key`, None without that key. `reward` is the mean over groups of their mean reward;
+    standard deviations are those of a sample (n - 1)."""
     completions = spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
@@ -183,8 +176,7 @@ def _mean(values: Any) -> float:
 
 
 def _std(values: Any) -> float:
-    """Return the standard deviation of the numbers among `values`: exactly 0 if they are equal, NaN for fewer than two
-    numbers."""
+    """Return the standard deviation of the numbers in `values`: exactly 0 if all are equal, NaN for fewer than two."""
     numbers = _numbers(values)
     if len(numbers) < 2:
         return float("nan")
@@ -204,10 +196,8 @@ OTHER = "other"
 
 def rewards_by_source(totals_GC: Rewards, sources_G: Sequence[object]) -> dict[str, float]:
     """Return two metrics for each source: `reward_of/<source>`, the mean of its groups' mean rewards, and
-    `groups_of/<source>`, the number of its groups.
-
-    A group without any reward counts only in the number; a source without any reward has no mean.
-    """
+    `groups_of/<source>`, the number of its groups. A group without any reward counts only in the number; a source
+    without any reward has no mean."""
     names_G = source_names(sources_G)
     metrics: dict[str, float] = {}
     for name in sorted(set(names_G)):
@@ -325,8 +315,7 @@ def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord
 
 
 def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
-    """Revoke the leases or tasks of a reply that could not be sent. The request can then be answered with other leases
-    or tasks."""
+    """Revoke the leases or tasks of a reply that could not be sent, so that the request can be answered with others."""
     for task in reply.task.tasks:
         exchange.groups.end_task(run.run_id, task.group_id, member_id, task.attempt)
     for lease in reply.lease.leases:
@@ -334,7 +323,6 @@ def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, 
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:
-    """Return a group to `admitted`; its tokens are counted as wasted."""
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", -row["tokens"])
         exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])

@@ -1,6 +1,5 @@
-"""Counts learner sessions that ended at a step. If several in a row end at the same step before it is trained, the run
-is paused, because the batch has something that the learner cannot train and every further session would end at it
-too.
+"""Counts learner sessions that ended at a step, and pauses the run if several in a row end at the same untrained step:
+the learner cannot train something in the batch, so every further session would end there too.
 
 A reported fault is recorded at once. A session that ended without a report (by a signal, or by the kernel when memory
 is short) is detected when the next session asks for its first part. The step that a session trains is in the ledger, so
@@ -34,8 +33,7 @@ ENDED_SILENTLY = "the learner's process ended without a report; the kernel may h
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """Note that a session asks for its part. The first request of a session shows that the previous session ended at
-    the step that it was training."""
+    """Note that a session asks for its part. Its first request shows that the session before ended at its step."""
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term
@@ -45,7 +43,6 @@ def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
 
 
 def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, world_size: int) -> None:
-    """Note that a rank of the session was served its part of a step."""
     served = Training(session, step, world_size)
     if exchange.training == served:
         return
@@ -89,9 +86,8 @@ def record(
     rank: int | None = None,
     world_size: int = 0,
 ) -> None:
-    """Record that a session ended at `step`, and pause the run if too many sessions ended at it. Only the session's
-    first report counts, because other ranks fail as a consequence of the first fault. A lack of memory, however,
-    counts from any rank."""
+    """Record that a session ended at `step`; pause the run if too many sessions ended at it. Only the session's first
+    report counts, because other ranks fail as a consequence; a lack of memory, however, counts from any rank."""
     fault = SessionFault(session, step, kind, message)
     added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
     last = exchange.training

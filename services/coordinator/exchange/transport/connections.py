@@ -52,8 +52,7 @@ class ConnectionLimits:
     """Limits of a socket's connections. A stranger is a connection on which no member has sent a message."""
 
     message_bytes: int = MAX_MESSAGE_BYTES + (32 << 20)
-    """A connection may have at most this many bytes without the end of a message: the arrays, texts and header of a
-    group."""
+    """Largest number of bytes of a connection without the end of a message: a group's arrays, texts and header."""
     unread_bytes: int = 4 * MAX_MESSAGE_BYTES
     """A connection may have at most this many bytes while whole messages wait to be read."""
     refused: int = 256
@@ -63,11 +62,9 @@ class ConnectionLimits:
     strangers: int = 4096
     """Largest number of strangers, even if more files may be open, because each stranger takes memory."""
     growth_bytes: int = 256 << 20
-    """Largest number of bytes by which this process may grow, beyond twice the unread bytes, while a message arrives.
-    """
+    """Bytes by which this process may grow, beyond twice the unread bytes, while a message arrives."""
     discarded_at_once: int = 10_000
-    """Largest number of frames that are discarded in one turn of the event loop, from a message with too many frames.
-    """
+    """Largest number of frames of one message with too many that a turn of the event loop discards."""
 
 
 DEFAULT_LIMITS = ConnectionLimits()
@@ -75,15 +72,12 @@ DEFAULT_LIMITS = ConnectionLimits()
 
 @dataclass
 class Connection:
-    """An open connection."""
-
     opened_s: float
     mark: int = 0
     """Bytes that had arrived on the connection when all arrived messages were last read."""
     read: int = 0
     """Bytes of the connection's messages read since `mark` was set."""
     refused: int = 0
-    """Number of refused messages on the connection."""
     memory: int = 0
     """Memory of this process, in bytes, when the connection last had almost no unread bytes."""
     of_member: bool = False

@@ -30,10 +30,8 @@ ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
-    """Answer one request, inside a transaction. A result with payload frames has passed `intake` before.
-
-    Bad messages are answered `invalid`, outdated ones `stale`; neither changes any state.
-    """
+    """Answer one request, inside a transaction. A result with payload frames has passed `intake` before. Bad messages
+    are answered `invalid`, outdated ones `stale`; neither changes any state."""
     request, run = arrived.request, exchange.active
     try:
         if arrived.kind == "lease":

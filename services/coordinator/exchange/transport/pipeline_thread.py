@@ -1,8 +1,6 @@
-"""Runs one step of a pipeline on a thread; the other steps run on the event loop or on other threads.
-
-Items that arrive while it works form its next portion, and finished ones are posted at once, so it never waits for a
-turn of the event loop, which under load is a transaction long.
-"""
+"""Runs one step of a pipeline on a thread; the other steps run on the event loop or on other threads. Items that arrive
+while it works form its next portion, and finished ones are posted at once, so it never waits for a turn of the event
+loop, which under load is a transaction long."""
 
 from __future__ import annotations
 
@@ -16,11 +14,8 @@ ItemT = TypeVar("ItemT")
 
 
 class PipelineThread(Generic[ItemT]):
-    """A thread that calls `work` with one portion of items after another. After each, the event loop calls `then` with
-    the same portion.
-
-    A portion is all waiting items, cut off once its items together have `portion_size`.
-    """
+    """A thread that calls `work` with one portion of items after another; the event loop then calls `then` with the
+    portion. A portion is all waiting items, cut off once its items together have `portion_size`."""
 
     def __init__(
         self,
@@ -42,8 +37,7 @@ class PipelineThread(Generic[ItemT]):
         self._items.put(item)
 
     async def run(self) -> None:
-        """Run the thread until cancelled; the current portion is finished first. If `work` fails, the thread ends, and
-        the error is raised."""
+        """Run the thread until cancelled, to the end of its portion. If `work` fails, end it and raise the error."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)

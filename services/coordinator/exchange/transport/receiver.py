@@ -1,8 +1,6 @@
 """Receives requests from the exchange's socket while there is room for their groups, and refuses frames that their kind
-does not use, more requests than a member needs, and repetitions.
-
-Each message is checked on arrival, before any part of it is kept. A refused message is answered at once.
-"""
+does not use, more requests than a member needs, and repetitions. Each message is checked on arrival, before any part
+of it is kept. A refused message is answered at once."""
 
 from __future__ import annotations
 
@@ -37,23 +35,18 @@ MAX_RECEIVED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits and intervals of the exchange's server."""
-
     pending_bytes: int = 128 << 20
     """Largest number of bytes of uncommitted groups in memory; while there are more, no groups are read from ZeroMQ. It
     is less than a segment, so the segment of a record that no transaction refers to yet is among the two newest,
     which are never removed."""
     unanswered: int = 4096
-    """One member may have at most this many unanswered requests. Parked requests do not count, because a member parks
-    only one of a kind."""
+    """Largest number of a member's unanswered requests. Parked ones do not count: a member parks one of a kind."""
     wait_s: float = 30.0
     """Seconds. A request is parked for at most this long, even if it asks for a longer wait."""
     tick_s: float = 0.2
-    """If no event occurs, parked requests are checked again after this many seconds, because some answers change only
-    with time."""
+    """Seconds after which parked requests are checked without an event, because time alone changes some answers."""
     store_again_s: tuple[float, float] = (0.2, 10.0)
-    """If no segment could be created, groups are stored again after a back-off. These are its first and its longest
-    duration, in seconds."""
+    """First and longest back-off, in seconds, after which groups are stored again if no segment could be created."""
 
 
 DEFAULT_LIMITS = ServerLimits()
@@ -104,7 +97,6 @@ class Receiver:
         self._readable.set()
 
     def release(self, size_bytes: int) -> None:
-        """Subtract `size_bytes` from the pending bytes, because results of this size are answered."""
         self.pending_bytes -= size_bytes
         self._room.set()
 
@@ -168,8 +160,7 @@ class Receiver:
 
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
-"""Largest number of payload frames of a request. The key is the kind; requests of other kinds have no payload frames.
-"""
+"""Largest number of payload frames of a request. The key is the kind of request; other kinds have none."""
 
 SMALL_HEADER_BYTES = 256 << 10
 MAX_HEADER_BYTES = {
@@ -180,14 +171,12 @@ MAX_HEADER_BYTES = {
     "turn": SMALL_HEADER_BYTES,
     "episode_end": SMALL_HEADER_BYTES,
 }
-"""Largest number of bytes of a request's first frame. The key is the kind. Requests of these kinds must be small,
-because they are parked or because no budget counts them."""
+"""Largest number of bytes of a first frame. The key is the kind of request: it is parked, or no budget counts it."""
 
 DEFAULT_HEADER_BYTES = 4 << 20
 
 TEXTS_HEADER_BYTES = 64 << 20
-"""Largest number of header bytes of a lease that is returned with samples. The header has their texts, and counts as
-bytes that wait for the disk."""
+"""Largest number of header bytes of a lease returned with samples; their texts count as bytes to be stored."""
 
 MAX_HELD = 10_000
 """Largest number of groups that a worker may report as held."""
@@ -204,8 +193,7 @@ class RequestFilter:
         self._exchange, self._max_unanswered = exchange, max_unanswered
         self.unanswered: Counter[str] = Counter()
         self.under_way: dict[Key, PendingRequest] = {}
-        """Requests with arrays that are being checked or stored, or that wait for their transaction. The type `Key` has
-        the parts of the key."""
+        """Requests with arrays that are being checked or stored, or wait for their transaction. The key is a `Key`."""
 
     def fault(self, waiting: PendingRequest) -> str:
         """Return why a member's request is refused; empty if it is accepted."""
@@ -230,8 +218,7 @@ class RequestFilter:
         return ""
 
     def join_under_way(self, waiting: PendingRequest) -> bool:
-        """Return whether the same result is still being processed for an earlier request. Its answer then goes to the
-        new sender."""
+        """Return whether an earlier request has the same result under way; its answer then goes to the new sender."""
         first = self.under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
             return False

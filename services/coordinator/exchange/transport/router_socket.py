@@ -3,8 +3,8 @@ or fails to read.
 
 With CURVE, connections are encrypted and identified by their public keys. The socket's key is new for each
 coordinator's life and reaches workers by Welcome; a worker's key reaches the coordinator by Hello. Both come over the
-control stream, which TLS authenticates. ZeroMQ asks a thread of pyzmq (ZAP) whether a key is a member's before the
-first message of its connection is read: a stranger's connection is closed then and uses no further resources.
+control stream, which TLS authenticates. ZeroMQ asks a thread of pyzmq (ZAP) whether a key is a member's before it reads
+a connection's first message: a stranger's connection is closed then and uses no further resources.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 @dataclass
 class PendingRequest:
-    """A request with the address of its sender."""
-
     identity: bytes
     arrived: Arrived
     deadline_s: float
@@ -83,8 +81,7 @@ class PendingRequest:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Return member and kind of the request. The connection is not part of the key, because a worker that
-        reconnects has nothing on the old one."""
+        """Return member and kind; not the connection, because a reconnected worker has nothing on the old one."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 
@@ -96,7 +93,6 @@ class Message:
     header: bytes
     payloads: list[Buffer]
     descriptor: int = -1
-    """File descriptor of the message's connection."""
     key: bytes = b""
     """Public key of the message's connection; empty if the connection is not encrypted."""
 
@@ -141,7 +137,6 @@ class ExchangeSocket:
         the message is long; it is closed only once, because the number may soon be another connection's."""
         self.port = self._bind(host, port)
         self.connections = Connections(self.port, limits, clock)
-        """Open connections."""
 
     def _encrypt(self) -> ThreadAuthenticator:
         """Let the socket, before it is bound, accept members only; return the thread that authenticates."""
@@ -204,23 +199,20 @@ class ExchangeSocket:
         return False
 
     def note_message(self, message: Message, *, of_member: bool, first: bool = False) -> None:
-        """Note that a message was received; `first` is true if it is the first of its connection. For a first message
-        the monitor is read before, because ZeroMQ reports a connection before the connection's first message, and
-        descriptors are reused."""
+        """Note that a message was received. For the `first` message of a connection the monitor is read before, because
+        ZeroMQ reports a connection before the connection's first message, and descriptors are reused."""
         if first or not self.connections.is_of_member(message.descriptor):
             self.read_monitor()
         self.connections.note_message(message.descriptor, message.size, of_member=of_member)
 
     def check_connections(self, *, all_read: bool = True) -> None:
-        """Close connections with too many unread bytes, and those that no member uses. `all_read` is true if no message
-        waits."""
+        """Close connections with too many unread bytes or without a member; `all_read` is true if no message waits."""
         self.read_monitor()
         for reason in self.connections.check(all_read=all_read):
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
-        """Send a reply without blocking. If the peer has disconnected or does not read, drop the reply; the peer asks
-        again."""
+        """Send a reply without blocking. Drop it if the peer is gone or does not read, because the peer asks again."""
         frames = [identity, reply.SerializeToString(), *payloads]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)

@@ -55,19 +55,16 @@ LEASES_AT_ONCE = 16
 """At most this many lease requests are answered together. The data that they share are read and written once."""
 
 OTHERS_AT_ONCE = 16
-"""One savepoint has at most this many requests other than lease requests. A savepoint for each would cost as much as a
-statement."""
+"""Largest number of requests, other than lease requests, in one savepoint; one for each would cost a statement more."""
 
 MAX_SYNC_BYTES = 4 << 20
-"""Number of bytes of groups that are stored at a time. A larger sync moves more bytes a second, but everything that
-needs the disk waits longer."""
+"""Bytes of groups stored at a time. A larger sync moves more bytes a second, but delays all that needs the disk."""
 
 MAX_TRANSACTIONS = 1024
 """At most this many transactions share a sync; in practice all that wait share one."""
 
 PARKED_AT_ONCE = 64
-"""At a tick at most this many parked lease requests are checked, because there may be thousands. Those that were not
-checked for the longest time come first."""
+"""Largest number of parked lease requests, of thousands, that a tick checks: those not checked for the longest time."""
 
 WAKES = {"group": {"task"}, "score": {"batch"}, "receipt": {"batch", "lease"}, "lease_return": {"lease"}}
 """Kinds of parked requests whose answers an arriving request can change. The key is the arriving request's kind."""
@@ -78,8 +75,6 @@ seldom = RateLimitedLog(log)
 
 @dataclass
 class Committed:
-    """Answers and notices of a committed transaction."""
-
     answers: list[tuple[PendingRequest, Outcome]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     bulk_bytes: int = 0
@@ -88,8 +83,6 @@ class Committed:
 
 @dataclass
 class ToRead:
-    """An answer with arrays to read from the disk."""
-
     waiting: PendingRequest
     outcome: Outcome
     frames: list[Buffer] = field(default_factory=list)
@@ -98,10 +91,8 @@ class ToRead:
 
 
 class ExchangeServer:
-    """The exchange's loops; `lock` separates the control plane's transactions from those of the exchange.
-
-    `record` writes the notices in the same transaction; `act` handles them after its commit.
-    """
+    """The exchange's loops; `lock` separates the control plane's transactions from those of the exchange. `record`
+    writes the notices in the same transaction; `act` handles them after its commit."""
 
     def __init__(
         self,
@@ -138,7 +129,6 @@ class ExchangeServer:
         self._synced: deque[Committed] = deque()
         """Synced transactions that are not answered yet."""
         self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
-        """Notices of synced transactions, to be handled."""
         self._unopened: UnopenedSegment | None = None
         """Unopened segment that storing waits for; a warning in the run's events names it."""
         self._stores: PipelineThread[PendingRequest] = PipelineThread(
@@ -317,7 +307,6 @@ class ExchangeServer:
                 unforeseen.note("the handling of notices after a commit", error)
 
     def _answer_leases(self, now_s: float) -> list[tuple[PendingRequest, Outcome]]:
-        """Answer the next lease requests, of different workers."""
         by_member: dict[str, PendingRequest] = {}
         while self._leases and len(by_member) < LEASES_AT_ONCE and self._leases[0].request.member_id not in by_member:
             waiting = self._leases.popleft()

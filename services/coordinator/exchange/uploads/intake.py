@@ -1,15 +1,14 @@
 """Validates and stores uploads, off the event loop and before the transaction: groups, turns of episodes, and the
 reference's log-probabilities that come with scores.
 
-`validate_upload` and `store` run on threads: the first decodes, checks and hashes an upload, the second stores the valid
-ones with one sync, before the transaction that may refer to them. A group that the transaction then refuses (a duplicate)
-leaves bytes behind that are removed with their segment.
+`validate_upload` and `store` run on threads: the first decodes, checks and hashes an upload, the second stores the
+valid ones with one sync, before the transaction that may refer to them. A group that the transaction then refuses (a
+duplicate) leaves bytes behind that are removed with their segment.
 
 The checks cover every number that the learner relies on, that a worker could get wrong, and that is wrong in every
-state of the ledger. Faults are answered INVALID, with the field, its value and the bound. Turns of episodes also get
-digests, by which the transaction compares a group with its turn log without reading either: a turn's is XXH3-128 over
-its sampled tokens, their log-probabilities and their versions; its context's is over the tokens that the model read
-before.
+state of the ledger. Faults are answered INVALID, with the field, its value and the bound. Turns of episodes get
+digests, by which the transaction compares a group with its turn log without reading either (`turn_digest`,
+`context_digest`).
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class Arrived:
     group: Group | None = None
     """The group or prefix without its texts, if its bytes are valid; its arrays are views into the frame."""
     turns: list[GroupTurn] = field(default_factory=list)
-    """Turns of a group with rows."""
     turn: UploadedTurn | None = None
-    """Validated turn of an episode, for the ledger."""
     max_id: int = 0
     """Largest token id of the group or turn."""
     reference: FloatArray | None = None
@@ -63,7 +60,6 @@ class Arrived:
     record: Record | None = None
     """The request's arrays as a segment record."""
     location: Location | None = None
-    """Location of the stored record."""
     fault: str = ""
     """Reason why the request is invalid in every state of the ledger; empty if it is not."""
     is_decided: bool = False
@@ -229,12 +225,10 @@ def check_logprobs(name: str, values: FloatArray) -> None:
 
 
 def _are_logprobs(values: FloatArray) -> bool:
-    """Return whether all values are numbers from MIN_LOGPROB to MAX_LOGPROB. Because this checks every token, it
-    usually reads the values only once.
-
-    The bits of IEEE 754 floats of one sign are ordered as integers by magnitude, followed by infinity and NaN. As
-    signed integers, negative floats are below positive ones, and the greatest negative one has the largest magnitude.
-    """
+    """Return whether all values are numbers from MIN_LOGPROB to MAX_LOGPROB; every token is checked, so the values are
+    usually read only once. The bits of IEEE 754 floats of one sign are ordered as integers by magnitude, followed by
+    infinity and NaN. As signed integers, negative floats are below positive ones, and the greatest negative one has
+    the largest magnitude."""
     greatest = int(np.maximum.reduce(values.view(np.int32)))
     if greatest < 0:
         return bool(greatest <= MIN_LOGPROB_BITS - 2**32)
@@ -262,8 +256,7 @@ ENDINGS = ("done", "truncated")
 """Endings of a finished sample. A sample that was given up has no last turn."""
 
 MAX_SAMPLE_BYTES = 1 << 20
-"""Largest number of bytes of a sample's texts besides those of its tokens: tool schemas and text of programs in its
-messages."""
+"""Largest number of bytes of a sample's texts besides those of its tokens: tool schemas and texts of programs."""
 
 
 class UploadedTurn(NamedTuple):
@@ -273,7 +266,6 @@ class UploadedTurn(NamedTuple):
     num_context: int
     num_tokens: int
     max_id: int
-    """Largest token id."""
     versions: frozenset[Version]
     digest: str
     context_digest: str
@@ -384,8 +376,7 @@ def check_samples(texts: pb.Texts, num_samples: int, num_tokens: int, size_bytes
 
 
 def turns_of(group: Group) -> list[GroupTurn]:
-    """Return the turns of a group with rows, in the order of its samples, rows and tokens. Raises WireError if a token
-    belongs to no turn."""
+    """Return a group's turns in the order of samples, rows and tokens. Raises WireError for a token of no turn."""
     assert group.rows is not None
     samples, turns = group.rows.samples, []
     first_rows = {sample: row for row, sample in reversed(list(enumerate(samples)))}
@@ -416,8 +407,7 @@ def turns_of(group: Group) -> list[GroupTurn]:
 
 
 def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[VersionSpan]) -> str:
-    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and versions; equal for spans that
-    give each token the same version."""
+    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and the version of each token."""
     lengths: list[list[int]] = []
     for session, step, start, end in spans:
         if lengths and lengths[-1][:2] == [session, step]:

@@ -84,8 +84,7 @@ class PromptCheck:
             self._give_up(f"the process that encodes prompts cannot be started: {error}")
 
     def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
-        """Return why `prompt_ids` are not the tokens of the group's prompt; empty if they are, or if they cannot be
-        compared."""
+        """Return why `prompt_ids` are not the group's prompt; empty if they are, or if they cannot be compared."""
         encoder = self.encoder
         if encoder is None or encoder.run_id != run_id or not (recorded := self._prompt_of(run_id, group_id)):
             return ""
@@ -201,8 +200,7 @@ class Encoder:
         self._socket.sendall(json.dumps(line).encode() + b"\n")
 
     def _hear(self, within_s: float) -> dict[str, Any]:
-        """Return the next line. Raises OSError if the child has ended or is silent, ValueError if the answer is
-        malformed."""
+        """Return the next line. Raises OSError for an ended or silent child, ValueError for a malformed answer."""
         self._socket.settimeout(within_s)
         while b"\n" not in self._buffer:
             content = self._socket.recv(1 << 16)

@@ -1,8 +1,6 @@
-"""Stores the newest record of each file of the audit log: the table `audit_heads`.
-
-It is stored beside the receipts and outside the chain of batches, which a replay has to repeat. A log whose end was cut
-off, or that was replaced by an older copy, lacks the record that is named here.
-"""
+"""Stores the newest record of each file of the audit log: the table `audit_heads`. The table is outside the chain of
+batches, which a replay has to repeat. A log whose end was cut off, or an older copy, lacks the record that is named
+here."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ NONE = AuditHead(0, "")
 
 
 class AuditHeads(Queries):
-    """The table `audit_heads`; a row's key is the number of the file. Methods that change rows are called inside a
-    transaction of the ledger."""
+    """Table `audit_heads`; a row's key is the number of the file. Call changing methods inside a transaction."""
 
     def put(self, file: int, head: AuditHead) -> None:
         """Store the newest record of a file, in place of an earlier one."""

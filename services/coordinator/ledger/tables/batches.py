@@ -1,9 +1,6 @@
 """Stores fixed and replaced batches, the ranks' receipts and the ends of sessions; computes digest, chain and split of
-a batch.
-
-Digest and chain identify a batch and everything trained before it: the coordinator, `ledger verify` and every rank
-compute them from their own records. The split over the ranks is the same for every rank that asks.
-"""
+a batch. Digest and chain identify a batch and everything trained before it: the coordinator, `ledger verify` and
+every rank compute them from their own records. The split over the ranks is the same for every rank that asks."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ from paceline.v1 import exchange_pb2 as pb
 
 
 class NewBatch(NamedTuple):
-    """Columns of a newly fixed batch."""
-
     digest: str
     """Digest over the digests of the batch's groups, in order."""
     chain: str
@@ -33,8 +28,7 @@ class NewBatch(NamedTuple):
 
 
 class Batches(Queries):
-    """The fixed batches; a batch's key is its run and its step. Methods that change rows are called inside a
-    transaction of the ledger."""
+    """The fixed batches; a batch's key is its run and its step. Call changing methods inside a transaction."""
 
     def get(self, run_id: str, step: int) -> sqlite3.Row | None:
         """Return the fixed batch of a step; None if there is none, as in a run without batches."""
@@ -99,8 +93,7 @@ def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int)
 
 
 class Splits:
-    """Cache of the newest splits. The key is the link of the chain, which identifies one batch despite revisions and
-    rollbacks."""
+    """Newest splits. The key is the chain's link, which identifies one batch despite revisions and rollbacks."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._batches = Batches(db)
@@ -112,11 +105,9 @@ class Splits:
 
 
 def balance(tokens: list[int], world_size: int) -> list[list[int]]:
-    """Return the indices of `tokens` for each of `world_size` ranks, each list ascending.
-
-    Longest processing time first (Graham, 1969): the next longest goes to the rank with the fewest tokens, ties to the
-    lower rank, so the same input always gives the same split. At most 4/3 - 1/(3·ranks) of the best split.
-    """
+    """Return the indices of `tokens` for each of `world_size` ranks, each list ascending. Longest processing time first
+    (Graham, 1969): the next longest goes to the rank with the fewest tokens, ties to the lower rank, so the same
+    input always gives the same split. At most 4/3 - 1/(3·ranks) of the best split."""
     loads = [(0, rank) for rank in range(world_size)]
     parts: list[list[int]] = [[] for _ in range(world_size)]
     for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
@@ -127,8 +118,7 @@ def balance(tokens: list[int], world_size: int) -> list[list[int]]:
 
 
 class Receipts(Queries):
-    """The receipts; a receipt's key is its run, session, step and rank. Methods that change rows are called inside a
-    transaction of the ledger."""
+    """The receipts; the key is run, session, step and rank. Call changing methods inside a transaction."""
 
     def add(self, run_id: str, session: int, receipt: pb.Receipt) -> None:
         """Record a receipt in place of an earlier one of the same rank."""
@@ -181,13 +171,10 @@ class Receipts(Queries):
 
 
 IN_HAND = "in hand"
-"""Kind of a row without a fault: the session was served its part of the step, and the message is its number of ranks.
-"""
+"""Kind of a row without a fault: the session was served its part of a step; the message is its number of ranks."""
 
 
 class SessionFault(NamedTuple):
-    """The end of a session."""
-
     session: int
     step: int
     kind: str
@@ -196,8 +183,7 @@ class SessionFault(NamedTuple):
 
 
 class SessionFaults(Queries):
-    """The ends of sessions; a row's key is its run and its session. Methods that change rows are called inside a
-    transaction of the ledger."""
+    """The ends of sessions; a row's key is its run and its session. Call changing methods inside a transaction."""
 
     def set_in_hand(self, run_id: str, session: int, step: int, world_size: int) -> None:
         """Record the step that a session trains, unless the session has a fault."""
@@ -216,8 +202,7 @@ class SessionFaults(Queries):
         return None if row is None else (row["session"], row["step"], int(row["message"]))
 
     def add(self, run_id: str, fault: SessionFault, *, outranks: str) -> bool:
-        """Record a fault; return whether it was added. An earlier fault of the session stays unless the new fault has
-        the kind `outranks`."""
+        """Record a session's first fault, or one whose kind is `outranks`; return whether it was added."""
         added = self.db.execute(
             "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
             " ON CONFLICT DO UPDATE SET step = excluded.step, kind = excluded.kind, message = excluded.message"

@@ -1,8 +1,7 @@
-"""Stores complete checkpoints in the table `checkpoints`, and converts paths between the ledger and the machine.
-
-Paths are stored relative to the ledger's folder, so that the whole folder can be moved. Paths outside of it are stored as
-`file://` URLs, which do not move; other URLs are stored unchanged. A copy therefore never reads the original's files.
-"""
+"""Stores complete checkpoints in the table `checkpoints`, and converts paths between the ledger and the machine. Paths
+are stored relative to the ledger's folder, so that the whole folder can be moved. Paths outside of it are stored as
+`file://` URLs, which do not move; other URLs are stored unchanged. A copy therefore never reads the original's
+files."""
 
 from __future__ import annotations
 
@@ -37,8 +36,6 @@ def resolved(base: Path, path: str) -> str:
 
 
 class Checkpoint(NamedTuple):
-    """A complete, registered checkpoint."""
-
     session: int
     step: int
     path: str
@@ -51,8 +48,7 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints(Queries):
-    """The registered checkpoints; a checkpoint's key is its run, session and step. Methods that change rows are called
-    inside a transaction of the ledger."""
+    """The registered checkpoints; the key is run, session and step. Call changing methods inside a transaction."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path):
         super().__init__(db)
@@ -74,8 +70,7 @@ class Checkpoints(Queries):
         return True
 
     def kept(self, run_id: str) -> list[Checkpoint]:
-        """Return the checkpoints of a run that are not removed, in the order of session and step. Damaged ones are
-        included."""
+        """Return a run's checkpoints that are not removed, also damaged ones, in the order of session and step."""
         rows = self.db.execute(
             "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
         )
@@ -83,10 +78,8 @@ class Checkpoints(Queries):
 
     def newest(self, run_id: str) -> Checkpoint | None:
         """Return the loadable checkpoint of the highest trained step whose chain agrees with the ledger's; None if
-        there is none.
-
-        A checkpoint that is ahead of the receipts is skipped: the step before it would never get receipts.
-        """
+        there is none. A checkpoint that is ahead of the receipts is skipped: the step before it would never get
+        receipts."""
         row = self.row(
             "SELECT c.* FROM checkpoints c JOIN runs r ON r.run_id = c.run_id"
             " LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"

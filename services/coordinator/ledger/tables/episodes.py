@@ -1,10 +1,8 @@
-"""Stores the turn logs of runs with an environment: finished turns of open groups, and lives of samples that were not
-trained.
+"""Stores the turn logs of runs with an environment: finished turns of open groups, and untrained lives of samples.
 
-A sample has one life at a time. Its turns are in the table `episodes`; if the life ends without being trained, they are
-removed and a row in the table `restarts` keeps their cost. The turns of a group are removed when its result is
-committed, because the result has their tokens; its rows in `restarts` stay, because the token accounting is recomputed
-from them.
+A sample has one life at a time. Its turns are in the table `episodes`; if the life ends untrained, they are removed and
+a row in the table `restarts` keeps their cost. The turns of a group are removed when its result, which has their
+tokens, is committed; its rows in `restarts` stay, because the token accounting is recomputed from them.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ OF_SAMPLE = "run_id = ? AND group_id = ? AND sample = ? AND life = ?"
 
 
 class FinishedTurn(NamedTuple):
-    """Columns of a finished turn."""
-
     run_id: str
     group_id: int
     sample: int
@@ -66,8 +62,6 @@ class EndedLife(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """Summary of a sample's lives."""
-
     current: int
     """Number of the current life, from 1."""
     failures: int
@@ -76,16 +70,13 @@ class Lives(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Totals over a group's turns."""
-
     tokens: int
     oldest_step: int | None
     """Oldest step among the tokens' versions; None without a turn."""
 
 
 class Episodes(Queries):
-    """The finished turns; a turn's key is its run, group, sample, life and number. Methods that change rows are called
-    inside a transaction of the ledger."""
+    """The finished turns; the key is run, group, sample, life and number. Call changing methods inside a transaction."""
 
     # Turns
 
@@ -104,8 +95,7 @@ class Episodes(Queries):
         return 0 if row is None else int(row[0])
 
     def add(self, turn: FinishedTurn, location: Location) -> None:
-        """Record a turn and the location of its bytes. The statement seals the row, because a trigger would cost as
-        much again."""
+        """Record a turn and its bytes' location. The statement seals the row: a trigger would cost as much again."""
         row = turn._asdict() | {"last": int(turn.last)} | location._asdict()
         self.db.execute(
             f"INSERT INTO episodes ({', '.join(row)}, seal) VALUES ({', '.join('?' * len(row))}, ?)",
@@ -179,8 +169,7 @@ class Episodes(Queries):
         self.db.execute("DELETE FROM restarts WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 
     def clear_failures(self, run_id: str) -> None:
-        """Reset the failures of samples in groups that are not leased, because a person has removed the cause: given-up
-        samples begin again."""
+        """Reset failures of samples in unleased groups after a person removed the cause; given-up ones begin again."""
         self.db.execute(
             "UPDATE restarts SET counts = 0, given_up = 0 WHERE run_id = ? AND counts + given_up > 0 AND group_id IN"
             " (SELECT group_id FROM groups WHERE run_id = ? AND state = 'admitted')",

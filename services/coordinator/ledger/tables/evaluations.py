@@ -10,8 +10,7 @@ from paceline.services.coordinator.ledger.database import Queries
 
 
 class Evaluations(Queries):
-    """The evaluations; an evaluation's key is its run and its step, the smallest version to evaluate. Methods that
-    change rows are called inside a transaction of the ledger."""
+    """The evaluations; the key is run and step, the smallest version to evaluate. Change them in a transaction."""
 
     def add(self, run_id: str, step: int) -> None:
         """Add an evaluation by rollout workers."""
@@ -46,7 +45,6 @@ class Evaluations(Queries):
         )
 
     def unpin_member(self, run_id: str, member_id: str) -> None:
-        """Unpin the pending evaluations of a worker."""
         self.db.execute(
             "UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND member_id = ? AND done = 0",
             (run_id, member_id),
@@ -87,7 +85,6 @@ class Evaluations(Queries):
         return [row["step"] for row in rows]
 
     def finished_steps(self, run_id: str) -> set[int]:
-        """Return two kinds of steps of finished evaluations: the steps for which they were requested, and the steps of
-        the versions that were evaluated."""
+        """Return the steps for which finished evaluations were requested, and those of the evaluated versions."""
         rows = self.rows("SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,))
         return {step for row in rows for step in row}

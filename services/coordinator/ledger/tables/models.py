@@ -16,8 +16,6 @@ MAX_CHANGES = 1000
 
 
 class ModelVersion(NamedTuple):
-    """A version of a registered model."""
-
     name: str
     version: int
     run_id: str
@@ -40,8 +38,6 @@ class ModelVersion(NamedTuple):
 
 
 class ModelChange(NamedTuple):
-    """A change of a registered model's alias."""
-
     sequence: int
     kind: str
     alias: str
@@ -53,15 +49,13 @@ class ModelChange(NamedTuple):
 
 
 class RegisteredModels(Queries):
-    """The registered models and their changes; the key of a version is name and version, that of a change is name and
-    sequence. Methods that change rows are called inside a transaction of the ledger."""
+    """Registered models by name and version, changes by name and sequence. Call changing methods in a transaction."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path):
         super().__init__(db)
         self._folder = folder
 
     def add(self, model: ModelVersion) -> None:
-        """Record a new version."""
         values = model._asdict() | {
             "path": stored(self._folder, model.path),
             "evaluations": json.dumps(model.evaluations),
@@ -82,8 +76,7 @@ class RegisteredModels(Queries):
         return int(self.value("SELECT MAX(version) AS newest FROM models WHERE name = ?", (name,)) or 0)
 
     def after(self, name: str, version: int, limit: int, only: str = "") -> list[ModelVersion]:
-        """Return the versions after a given one, in the order of names, and for each name the newest first; with
-        `only`, those of one model."""
+        """Return the versions after a given one, by name, the newest first in each; with `only`, of one model."""
         rows = self.rows(
             "SELECT * FROM models WHERE (name > ?1 OR (name = ?1 AND version < ?2)) AND (?3 = '' OR name = ?3)"
             " ORDER BY name, version DESC LIMIT ?4",
@@ -109,7 +102,7 @@ class RegisteredModels(Queries):
         return 0 if row is None else int(row["version"])
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Return the number of the version that has an alias, for each alias of a model. The key is the alias."""
+        """Return the aliases of a model. The key is the alias; the value is the number of its version."""
         rows = self.db.execute(
             "SELECT alias, version FROM model_changes c WHERE name = ? AND sequence ="
             " (SELECT MAX(sequence) FROM model_changes WHERE name = c.name AND alias = c.alias) ORDER BY alias",
