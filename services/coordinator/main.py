@@ -101,8 +101,6 @@ def is_disk_full(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class CoordinatorService:
-    """One coordinator with the options of its command."""
-
     directory: Path
     store: str
     """Root folder or URL of large files. If it is empty, `directory` is used."""
@@ -127,7 +125,6 @@ class CoordinatorService:
     scaling_period_s: float
     """Seconds between two decisions on the sizes of pools."""
     pools: Sequence[PoolConfig]
-    """Pools of `--pool`, with their bounds."""
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""

@@ -203,7 +203,6 @@ COPIED = (
     *("name", "version", "run_id", "chain", "path", "export_sha256", "statement_sha256", "spec_sha256"),
     *("data", "code", "parent", "stage", "registered_by", "registered_s"),
 )
-"""Fields with the same name in the message and in `ModelVersion`."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

@@ -41,8 +41,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
-    """Submission, status and commands of runs."""
-
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
 

@@ -162,8 +162,6 @@ def scan_checkpoints(
 
 
 class Candidate(NamedTuple):
-    """A complete checkpoint with the metric of its step."""
-
     path: str
     value: float | None
     """Value of the metric; None if the step has none."""

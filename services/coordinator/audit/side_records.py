@@ -17,7 +17,6 @@ from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 
 def prompts(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that every group has its prompt, and that both columns of a prompt can be read."""
     rows = of_run.rows(
         "SELECT p.group_id, prompt_json, columns_json, class FROM prompts p"
         " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?"

@@ -141,7 +141,6 @@ def fail(
 
 
 def drop(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, reason: str, error: str = "") -> None:
-    """Drop a group after its last allowed failure. This may finish the group's evaluation."""
     exchange.drop(run, row, reason, error=error)
     if row["class"] != "train":
         finish_if_done(exchange, run, row["class"])

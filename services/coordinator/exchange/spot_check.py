@@ -80,8 +80,6 @@ class Observation(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A worker whose log-probabilities are wrong."""
-
     member_id: str
     mean: float
     """Mean deviation over the worker's newest groups, in nats a token."""
@@ -122,8 +120,6 @@ class _Worker:
 
 
 class DriftTest:
-    """Sequential test of one run's workers."""
-
     def __init__(self) -> None:
         self._workers: OrderedDict[str, _Worker] = OrderedDict()
         self._deviations: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
@@ -201,8 +197,6 @@ KEPT_CHOICES = 8
 
 
 class SpotCheck:
-    """Chooses groups to compare and judges the comparisons, for one run."""
-
     def __init__(self, seed: int | None = None) -> None:
         """`seed` is for tests; without it nobody can foresee the chosen groups."""
         self.test = DriftTest()
@@ -234,7 +228,6 @@ class SpotCheck:
         return chosen
 
     def observe(self, worker: str, observation: Observation) -> Finding | None:
-        """Add the comparison of a worker's group; return a finding if this names the worker."""
         finding = self.test.observe(worker, observation)
         if self.test.is_suspected(worker):
             self._until_due[worker] = 0

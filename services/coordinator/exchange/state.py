@@ -331,7 +331,6 @@ class Exchange(RunState):
         self._deactivate(run_id)
 
     def remove_groups(self, run_id: str, group_class: str) -> None:
-        """Remove the groups of an ended evaluation with all their records."""
         self.ledger.note_removed_records(self.ledger.episodes.remove_class(run_id, group_class))
         self.ledger.note_removed_records(self.groups.remove(run_id, group_class))
 

@@ -235,8 +235,6 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
 
 
 class Prefix(NamedTuple):
-    """The prefix of a group that an earlier worker returned."""
-
     attempt: int
     """Number of the attempt that returned the prefix."""
     prompt_ids: IntArray
@@ -308,7 +306,6 @@ REASONS = (RESTARTED, FAILED)
 
 
 def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Commit a finished turn that was checked and stored."""
     request, turn, episodes = arrived.request, arrived.request.turn, exchange.ledger.episodes
     row = exchange.group(run, turn.group_id)
     if (refusal := _refusal(exchange, run, request, row, turn)) is not None:
@@ -396,7 +393,6 @@ def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
 
 
 def _note_failure(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, end: pb.EpisodeEnd, failures: int) -> None:
-    """Count a fault of the environment; drop a group whose samples were all given up."""
     exchange.ledger.count(run.run_id, f"failures:{FAILED}")
     error, allowed = cut(end.error), run.spec.environment.max_failures
     if not end.give_up:

@@ -80,7 +80,6 @@ def add_to_lease(
     frames: dict[int, list[tuple[Frame, Frame]]],
     payloads: list[Frame],
 ) -> None:
-    """Add a group's turn log to its lease, and the frames to the payloads of the reply."""
     for sample, turns in of_group(exchange, run, lease.group_id).items():
         entry = lease.journal.add(
             sample=sample,

@@ -29,7 +29,6 @@ UNREADABLE = (
     ),
     *(OSError, PacelineError, sqlite3.Error),
 )
-"""Errors that comparisons of damaged records raise."""
 
 REMEDY = "restore a backup, or what `sqlite3 .recover` can read (docs/operate/operations.md)"
 
@@ -39,8 +38,6 @@ MAX_TEXT = 500
 
 @dataclass(frozen=True)
 class Problem:
-    """A contradiction between records."""
-
     subject: str
     """Record, group, step or file with the problem."""
     text: str
@@ -146,7 +143,6 @@ def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
 
 
 def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
-    """Report tables and indexes that differ from those of the format."""
     expected, actual = _schema_of_format(), _schema(db)
     for name in sorted(expected.keys() | actual.keys(), key=str):
         if expected.get(name) != actual.get(name):
@@ -192,7 +188,6 @@ def damage_in(error: BaseException) -> BaseException | None:
 
 
 def sentence(path: Path, detail: object) -> str:
-    """Return the message with the damage and the remedy."""
     text = str(detail).removesuffix(f"; {REMEDY}")
     return f"the ledger {path} is damaged: {text}; {REMEDY}"
 

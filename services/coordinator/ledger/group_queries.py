@@ -106,7 +106,6 @@ class GroupQueries(Queries):
     # Groups that workers hold
 
     def work_of(self, run_id: str, member_id: str) -> list[sqlite3.Row]:
-        """Return the groups that a member generates or scores."""
         return self.rows(
             "SELECT * FROM groups WHERE state = 'leased' AND member_id = ? AND run_id = ? UNION ALL"
             " SELECT * FROM groups WHERE state = 'generated' AND scorer_id = ? AND run_id = ?",

@@ -130,7 +130,6 @@ class Groups(Queries):
     # Leases: admitted → leased, and back
 
     def lease(self, leases: Sequence[NewLease]) -> None:
-        """Lease admitted groups, each for a new attempt."""
         changed = self.db.execute(
             # The run is among the values, so that SQLite looks up each group instead of reading all groups of the run.
             "UPDATE groups SET state = 'leased', member_id = json_extract(lease.value, '$[2]'),"
@@ -175,7 +174,6 @@ class Groups(Queries):
         ).rowcount
 
     def revoke_class(self, run_id: str, group_class: str) -> None:
-        """Revoke all leases and score tasks of a class."""
         self.db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted'"
             " WHERE run_id = ? AND class = ? AND state = 'leased'",
@@ -250,7 +248,6 @@ class Groups(Queries):
         self._move(run_id, group_id, State.GENERATED, **task)
 
     def end_task(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
-        """End the task of this attempt by the member."""
         self.db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'generated'"
             " AND scorer_id = ? AND score_attempt = ?",
@@ -258,7 +255,6 @@ class Groups(Queries):
         )
 
     def revoke_unknown_tasks(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
-        """Revoke the member's tasks that are not in `held`."""
         self.db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
             " AND group_id NOT IN (SELECT value FROM json_each(?))",
@@ -273,13 +269,11 @@ class Groups(Queries):
         ).rowcount
 
     def fail_scoring(self, run_id: str, group_id: int, failures: int) -> None:
-        """Revoke a task whose reward function failed."""
         self._move(run_id, group_id, State.GENERATED, scorer_id=None, score_failures=failures)
 
     # Scores and batches: generated → scored → batched → trained
 
     def score(self, run_id: str, group_id: int, scored: Scored) -> None:
-        """Record the scores of a generated group."""
         self._move(run_id, group_id, State.GENERATED, state=State.SCORED, scorer_id=None, **scored._asdict())
 
     def batch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
@@ -319,7 +313,6 @@ class Groups(Queries):
     # End without training
 
     def drop(self, run_id: str, group_id: int, reason: str) -> None:
-        """Mark an open group as dropped(reason)."""
         becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
         changed = self.db.execute(
             f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"

@@ -39,7 +39,6 @@ MAX_EVENTS = {"member": 100_000, "warning": 100_000}
 GROUPS_AT_ONCE = 512
 """Largest number of groups whose payloads are pruned in one transaction."""
 PRUNED = "pruned:groups"
-"""Counter of the groups whose payloads were pruned."""
 RECENT_RESULTS = 64
 """Number of newest results whose mean size predicts the size of later ones."""
 
@@ -99,7 +98,6 @@ class Ledger(LedgerFile):
         return {row["state"]: int(row["n"]) for row in rows}
 
     def num_runs(self) -> int:
-        """Return the number of runs ever submitted."""
         return int(self.value("SELECT COUNT(*) FROM runs"))
 
     def active_run(self) -> sqlite3.Row | None:
@@ -283,7 +281,6 @@ class Ledger(LedgerFile):
         return int(self._newest_fact(run_id, "end_step") or 0)
 
     def bundles(self) -> list[str]:
-        """Return the digests of all bundles that runs were submitted or resumed with."""
         rows = self.db.execute(
             "SELECT DISTINCT json_extract(json, '$.bundle') AS bundle FROM events WHERE kind = 'state'"
             " AND json_extract(json, '$.bundle') IS NOT NULL"
@@ -338,7 +335,6 @@ class Ledger(LedgerFile):
         return float(self.value(query, (run_id, RECENT_RESULTS)) or 0.0)
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
-        """Remove all payloads and logged turns of a group."""
         self.note_removed_records(
             self.db.execute(
                 "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",

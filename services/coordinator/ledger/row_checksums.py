@@ -49,12 +49,10 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
     """Sealed columns, ordered by name, because an upgrade appends columns."""
     key: tuple[str, ...]
-    """Columns of the table's primary key."""
 
 
 @functools.cache
 def tables() -> dict[str, Table]:
-    """Return all tables of the schema by name."""
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]

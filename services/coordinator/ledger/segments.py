@@ -186,8 +186,6 @@ def read_frame(frame: Frame) -> Buffer:
 
 
 class PayloadStore:
-    """Reads, appends and removes the segments of one ledger."""
-
     def __init__(self, ledger: Path, key: StorageKey | None = None):
         """`key` encrypts the segments; None for plain ones."""
         self._key = key
@@ -207,7 +205,6 @@ class PayloadStore:
         self._recent_bytes = 0
         self._recent_lock = threading.RLock()
         self._numbers = set(self._on_disk())
-        """Numbers of all segments."""
         self._number = max(self._numbers, default=0)
         self._candidates = set(self._numbers)
         """Segments that may be unused: some of their records were removed or possibly never referred to."""
@@ -260,13 +257,11 @@ class PayloadStore:
         )
 
     def evict(self, segment: int, start: int) -> None:
-        """Remove the record at this location from memory."""
         with self._recent_lock:
             record = self._recent.pop((segment, start), None)
             self._recent_bytes -= 0 if record is None else record.size
 
     def mark_candidate(self, segment: int) -> None:
-        """Note that a record of the segment was removed."""
         self._candidates.add(segment)
 
     def removal_candidates(self) -> list[int]:

@@ -36,8 +36,6 @@ MAX_GRACE_S = 86_400.0
 
 
 class Commands:
-    """Carries out commands on runs and workers."""
-
     def __init__(
         self,
         context: RunContext,
@@ -152,8 +150,6 @@ MAX_NAMED = 5
 
 
 class Resumption:
-    """Reads the files of a resumed run again."""
-
     def __init__(self, context: RunContext, prompts: PromptCheck, bundles: RunBundles):
         self._ledger, self._exchange = context.ledger, context.exchange
         self._prompts, self._bundles = prompts, bundles

@@ -171,7 +171,6 @@ class Coordinator:
                 unforeseen.note("the coordinator's duties", error)
 
     async def _put_out_revoked(self) -> None:
-        """Remove the members whose token was revoked or has expired."""
         for member in self.members.all():
             if member.caller is not None and (why := self._refusal(member.caller)):
                 await self.pool.put_out(member, why)

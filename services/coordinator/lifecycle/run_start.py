@@ -60,8 +60,6 @@ log = logging.getLogger(__name__)
 
 
 class RunStarter:
-    """Starts runs in the order of the queue, one at a time."""
-
     def __init__(
         self,
         context: RunContext,

@@ -62,8 +62,6 @@ class Delays:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Ledger, exchange and reporting for the runs of one coordinator."""
-
     ledger: Ledger
     exchange: Exchange
     lock: asyncio.Lock

@@ -78,7 +78,6 @@ class Faults:
         self._retry_learner_s: float | None = None
         """Monotonic time at which the learner gets a new session."""
         self._roles: set[common_pb2.Role.ValueType] = set()
-        """Roles whose faults have paused the active run."""
 
     async def on_error(self, member: Member, report: worker_pb2.RunReport) -> None:
         """Note that a member cannot work on the active run."""

@@ -112,8 +112,6 @@ ROLE_NAMES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A member's report that it cannot work on a run, with the reason."""
-
     run_id: str
     message: str
     kind: worker_pb2.Fault.ValueType = worker_pb2.FAULT_UNSPECIFIED
@@ -169,7 +167,6 @@ class Member:
     caller: Caller | None = None
     """Caller that joined as this member; None without access control."""
     stream_error: Exception | None = None
-    """Error that ends the worker's stream."""
     gauges: dict[str, float] = field(default_factory=dict)
     paused_s: float = 0.0
     """Total seconds for which the worker's sampler paused for new weights."""
@@ -184,7 +181,6 @@ class Member:
     engines: worker_pb2.Engines | None = None
     """List of rollout workers that was last sent to an environment worker on this stream."""
     outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
-    """Directives to send."""
 
     @property
     def role_name(self) -> str:

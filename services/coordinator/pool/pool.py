@@ -45,7 +45,6 @@ IN_GOOD_ORDER = "in good order"
 """Reason that is recorded when a member leaves without a fault."""
 
 LEFT = "left: "
-"""Prefix of the event of a member that has left."""
 
 log = logging.getLogger(__name__)
 
@@ -278,7 +277,6 @@ class Pool:
         await self._add_member_event(member, f"suspected: {why}")
 
     async def _take_overdue(self) -> None:
-        """Revoke the leases and tasks of workers that report but submit nothing."""
         run, now_s = self._exchange.active, time.monotonic()
         if run is None or now_s - self._overdue_checked_s < self.overdue_check_s:
             return
@@ -346,10 +344,7 @@ class _Learner:
 
 
 class LostRanks:
-    """Finds silent ranks of learners with several ranks."""
-
     def __init__(self, limit_s: float):
-        """`limit_s` is the longest allowed silence of a rank."""
         self._limit_s = limit_s
         self._learners: dict[str, _Learner] = {}
 

@@ -95,7 +95,6 @@ def get_spec(spec: RunSpec) -> pb.GetSpecResponse:
 
 
 def compare_specs(spec: RunSpec, other: RunSpec) -> pb.CompareSpecsResponse:
-    """Return the values in which two specs differ."""
     ours, theirs = dict(values(spec)), dict(values(other))
     response = pb.CompareSpecsResponse()
     for location in dict.fromkeys([*ours, *theirs]):

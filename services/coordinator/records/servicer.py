@@ -41,8 +41,6 @@ def _read(method: str) -> Any:
 
 
 class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
-    """The records of one ledger, and the current members."""
-
     def __init__(self, path: Path, members: Members, committed: Ledger):
         """`path` is the ledger's; `committed` is a read-only connection of the event loop's thread."""
         self._path = path

@@ -33,8 +33,6 @@ seldom = RateLimitedLog(log, interval_s=600.0)
 
 
 class GaugeHistory:
-    """Takes and writes the readings of one coordinator's members."""
-
     def __init__(
         self, directory: Path, members: Members, max_file_bytes: int = MAX_FILE_BYTES, max_files: int = MAX_FILES
     ):
@@ -108,8 +106,6 @@ MAX_COMPLETIONS = 4096
 
 
 class TokenFiles:
-    """Token statistics of one coordinator's runs."""
-
     def __init__(self, directory: Path, max_bytes: int = MAX_TOKEN_BYTES):
         self._folder, self._max_bytes = directory / TOKEN_FOLDER, max_bytes
         self.writing: asyncio.Future[None] | None = None

@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 
 
 class RunLog:
-    """The history of the active run."""
-
     def __init__(self, ledger: Ledger, exchange: Exchange, members: Members):
         self._ledger = ledger
         self._exchange = exchange
@@ -193,7 +191,6 @@ class RunLog:
         self._counted_s += elapsed_ms / 1000
 
     def _on_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a trained step and begin the evaluation that is due."""
         self._count_time()
         metrics = metrics | self._learner | self._weights | self._pool_gauges() | self._logged()
         metrics |= self._energy.metrics(

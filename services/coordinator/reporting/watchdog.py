@@ -151,8 +151,6 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class Facts:
-    """State of run and pools while the learner waits."""
-
     waited_s: float
     """Seconds of waiting for the batch of `step`; without a learner, seconds since the last one was connected."""
     step: int

@@ -90,7 +90,6 @@ class WeightRecords:
         return self._done(record)
 
     def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
-        """Note that a member samples from a version."""
         record = self._open.get(_version(ack.version))
         if record is not None:
             record.raise_to(swap_s=seconds(ack.swap_s), pause_s=seconds(ack.pause_s))

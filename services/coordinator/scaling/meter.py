@@ -25,8 +25,6 @@ HALF_LIFE_STEPS = 8.0
 
 @dataclass(frozen=True)
 class Worker:
-    """Measurements of one worker within a period."""
-
     role: str
     is_ready: bool
     """True if the worker takes work at the end of the period."""
@@ -40,8 +38,6 @@ class Worker:
 
 @dataclass(frozen=True)
 class Period:
-    """Measurements between two decisions."""
-
     seconds: float
     roles: frozenset[str]
     """Roles that the run needs; empty without a run that trains."""
@@ -131,7 +127,6 @@ class Meter:
                 self._occupied_s[name] = self._occupied_s.get(name, 0.0) + elapsed_s * occupied
 
     def take(self, now_s: float) -> Period:
-        """End the period and return its measurements."""
         self.tick(now_s)
         run = self.running()
         roles, holder = frozenset[str](), "rollout"

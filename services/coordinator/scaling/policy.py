@@ -56,8 +56,6 @@ MIN_GROUPS = 32
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least and the largest size of a pool, and how long it takes to change."""
-
     least: int = 0
     most: int = 64
     first: int = 1
@@ -77,8 +75,6 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurements since the previous decision."""
-
     seconds: float
     has_run: bool
     """True if a run that needs the pool's role trains now."""
@@ -93,7 +89,6 @@ class Measurement:
     occupied: float
     """Mean occupied share of the room of workers that take work, from 0 to 1."""
     steps: int = 0
-    """Number of trained steps."""
     step_s: float = 0.0
     """Mean seconds of a step without the wait for its batch."""
     groups_per_step: float = 0.0
@@ -104,8 +99,6 @@ class Measurement:
 
 @dataclass(frozen=True)
 class PoolState:
-    """The policy's state of a pool between decisions."""
-
     desired: int = 0
     """Number of workers that the pool should have."""
     groups: float = 0.0
@@ -131,7 +124,6 @@ class PoolState:
 
     @property
     def is_known(self) -> bool:
-        """Return whether both demand and rate were measured."""
         return bool(self.rate and self.demand)
 
     @property

@@ -56,7 +56,6 @@ class Sized:
     state: PoolState | None = None
     """State after the newest decision; None before the first."""
     measured: Measurement | None = None
-    """The newest measurement."""
     is_declared: bool = False
     """True if `--pool` names the pool, so that it is scaled whenever a run needs it."""
     requested_s: float | None = None
@@ -73,8 +72,6 @@ class Report:
 
 
 class Scaler:
-    """The pools of one coordinator."""
-
     def __init__(
         self,
         ledger: Ledger,
@@ -184,8 +181,6 @@ MARGIN = 0.15
 
 
 class Supply(NamedTuple):
-    """Capacity and cost of a pool."""
-
     rate: float
     """Groups/s of one fully occupied worker; 0 while it is unknown."""
     most: int
@@ -229,8 +224,6 @@ BALANCED = 0.05
 
 
 class PoolFacts(NamedTuple):
-    """A pool's workers, state and cost, for advice."""
-
     workers: int
     """Number of workers that take work."""
     state: PoolState

@@ -235,7 +235,6 @@ class ExchangeSocket:
                 self.connections.closed(event["value"])
 
     def close(self) -> None:
-        """Send queued replies, then close."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()

@@ -173,7 +173,6 @@ class ExchangeServer:
             raise
 
     def close(self) -> None:
-        """Send queued replies, then close the socket."""
         self._socket.close()
 
     def _queue(self, portion: Sequence[PendingRequest]) -> None:
@@ -280,7 +279,6 @@ class ExchangeServer:
         self._synced.extend(portion)
 
     def _send_synced(self) -> None:
-        """Send the answers of synced transactions, and pass on their notices."""
         if not self._synced:
             return
         while self._synced:
@@ -345,7 +343,6 @@ class ExchangeServer:
         self.receiver.poll()
 
     def _answer_anew(self, unread: ToRead) -> None:
-        """Handle the damaged records of an unsent answer, and answer its request again."""
         run, waiting = self._exchange.active, unread.waiting
         if run is not None:
             selection.release_unsent(self._exchange, run, unread.outcome.reply, waiting.request.member_id)

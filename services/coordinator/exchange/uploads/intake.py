@@ -58,7 +58,6 @@ class Arrived:
     reference: FloatArray | None = None
     """[ΣT] log-probabilities of the reference that came with a score, if their bytes are valid."""
     record: Record | None = None
-    """The request's arrays as a segment record."""
     location: Location | None = None
     fault: str = ""
     """Reason why the request is invalid in every state of the ledger; empty if it is not."""
@@ -172,8 +171,6 @@ MAX_TEXT_BYTES = 1024
 
 
 class Limits(NamedTuple):
-    """Limits that the spec sets for a group."""
-
     max_new_tokens: int
     max_total_tokens: int
     """Largest number of tokens of a prompt together with its completion."""
@@ -260,8 +257,6 @@ MAX_SAMPLE_BYTES = 1 << 20
 
 
 class UploadedTurn(NamedTuple):
-    """A finished turn whose bytes are valid."""
-
     row_index: int
     num_context: int
     num_tokens: int
@@ -282,7 +277,6 @@ class GroupTurn(NamedTuple):
 
     sample: int
     row_index: int
-    """Index of the turn's row within the sample."""
     digest: str
     context_digest: str
 

@@ -148,8 +148,6 @@ class PromptCheck:
 
 
 class Encoder:
-    """The child process of one run, and its pipes."""
-
     def __init__(self, run_id: str, spec: RunSpec):
         """Start the child, which then loads the tokenizer. Raises OSError."""
         self.run_id = run_id

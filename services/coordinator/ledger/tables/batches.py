@@ -21,7 +21,6 @@ class NewBatch(NamedTuple):
     digest: str
     """Digest over the digests of the batch's groups, in order."""
     chain: str
-    """Hash chain over this batch and all before it."""
     metrics: Mapping[str, float]
     revision: int
     """Number of earlier batches of the step that this one replaces."""
@@ -35,7 +34,6 @@ class Batches(Queries):
         return self.row("SELECT * FROM batches WHERE run_id = ? AND step = ?", (run_id, step))
 
     def add(self, run_id: str, step: int, batch: NewBatch) -> None:
-        """Record the batch of a step that has none."""
         self.db.execute(
             "INSERT INTO batches (run_id, step, digest, chain, metrics_json, revision, with_scores)"
             " VALUES (?, ?, ?, ?, ?, ?, 1)",

@@ -121,6 +121,5 @@ class Checkpoints(Queries):
         self.db.execute("UPDATE checkpoints SET damaged = '' WHERE run_id = ? AND damaged != ''", (run_id,))
 
     def from_row(self, row: sqlite3.Row) -> Checkpoint:
-        """Return the checkpoint in a row of the table, with its current path."""
         path = resolved(self._folder, row["path"])
         return Checkpoint(row["session"], row["step"], path, row["sha256"], row["chain"], row["damaged"])

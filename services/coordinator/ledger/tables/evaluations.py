@@ -17,7 +17,6 @@ class Evaluations(Queries):
         self.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run_id, step))
 
     def exists(self, run_id: str, step: int) -> bool:
-        """Return whether an evaluation of the step was requested."""
         return self.row("SELECT 1 FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step)) is not None
 
     def get(self, run_id: str, step: int) -> sqlite3.Row | None:
@@ -38,7 +37,6 @@ class Evaluations(Queries):
         return [row["step"] for row in rows]
 
     def pin(self, run_id: str, step: int, member_id: str, session: int, pinned_step: int) -> None:
-        """Pin an evaluation to a worker and its version."""
         self.db.execute(
             "UPDATE evaluations SET member_id = ?, pinned_session = ?, pinned_step = ? WHERE run_id = ? AND step = ?",
             (member_id, session, pinned_step, run_id, step),
@@ -56,7 +54,6 @@ class Evaluations(Queries):
     # Results
 
     def finish(self, run_id: str, step: int, result: dict[str, Any]) -> None:
-        """Record the result of a pending evaluation."""
         self.db.execute(
             "UPDATE evaluations SET done = 1, result_json = ? WHERE run_id = ? AND step = ?",
             (json.dumps(result), run_id, step),

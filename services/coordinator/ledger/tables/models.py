@@ -136,7 +136,6 @@ class RegisteredModels(Queries):
         )
 
     def from_row(self, row: sqlite3.Row) -> ModelVersion:
-        """Return the version in a row of the table, with its current path."""
         values = {field: row[field] for field in ModelVersion._fields}
         values["path"] = resolved(self._folder, row["path"])
         values |= {field: json.loads(row[field]) for field in ("evaluations", "verdicts")}
