@@ -55,7 +55,7 @@ class _Counted:
 
 class RefusalLimits:
     """Decides which refusals are recorded one by one: in a window, at most FIRST of one source (a caller's name, else
-    the peer's host) and MOST of all sources. Of further refusals, a record has the number for each source; the
+    the peer's host) and MOST of all sources. Further refusals are only counted, in one record for each source; the
     sources beyond MAX_SOURCES share one record. A pure state machine."""
 
     def __init__(self) -> None:
@@ -167,7 +167,8 @@ class AuditLog:
             self._unsynced[self._files.number] = head
 
     def _sync(self) -> dict[int, AuditHead]:
-        """Sync the files; return the newest record of each file with new ones. For any thread. Raises LedgerFault."""
+        """Sync the files; return the newest record of each file that has new ones. Any thread may call. Raises
+        LedgerFault."""
         with self._lock:
             heads, self._unsynced = self._unsynced, {}
             if not heads:

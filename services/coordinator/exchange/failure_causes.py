@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection
 
 BATCHES_OF_ONE_CAUSE = 2
-"""The run is paused if this many times the groups of a batch are dropped in a row for one cause."""
+"""Multiple of a batch's groups: if this many groups are dropped in a row for one cause, the run is paused."""
 
 MIN_OF_ONE_CAUSE = 4
 """The run is not paused before this many groups were dropped in a row for one cause, however few groups a batch has."""

@@ -352,7 +352,7 @@ def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
 
 
 def revoke_overdue(exchange: Exchange, run: ActiveRun, overdue: Iterable[tuple[str, str]]) -> None:
-    """Revoke the leases and tasks of overdue workers, in a transaction. A late result counts if it is the first."""
+    """Revoke the leases and tasks of overdue workers, in a transaction. A group's first result counts, even if late."""
     for member_id, why in overdue:
         number = revoke_work(exchange, [member_id], with_leases=True)
         exchange.ledger.evaluations.unpin_member(run.run_id, member_id)

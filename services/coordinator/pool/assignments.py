@@ -216,7 +216,7 @@ class Assignments:
         return self._sessions.setdefault((run.run_id, self._ledger.run(run.run_id)["session"]), member_id)
 
     def is_published(self, version: Version) -> bool:
-        """Return whether a session of the run can have published a version, as it does before the step's receipt."""
+        """Return whether a session of the run may have published a version; publishing precedes the step's receipt."""
         run = self._exchange.active
         row = self._ledger.run(run.run_id) if run is not None else None
         return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
@@ -289,7 +289,7 @@ class Assignments:
         self._numbers.note_session(run.run_id, newest, max(hello.session, hello.version.session))
 
     async def begin_session_above_holder(self, member: Member) -> None:
-        """Begin a session above that of a worker's weights, unknown to the ledger, at most MAX_LATER_SESSIONS times."""
+        """Begin a session numbered above that of a worker's weights, at most MAX_LATER_SESSIONS times."""
         run, session = self._exchange.active, member.ahead_session
         if run is None or session < self._ledger.run(run.run_id)["session"]:
             return
@@ -306,7 +306,7 @@ class Assignments:
         await self.begin_session_above(session)
 
     async def begin_session_above(self, session: int) -> None:
-        """Begin a session above `session`, because a worker or a folder has its files, which the ledger does not know."""
+        """Begin a session numbered above `session`, which a worker or a folder has and the ledger does not know."""
         run = self._exchange.active
         if run is None:
             return

@@ -66,8 +66,9 @@ class Pool:
         self._reports = Reports(runs, members, self.assignments, self.expel, self._add_member_event)
 
     def expect_holders(self) -> None:
-        """After a restart, keep the members that hold leases or the newest session. Call it once they can reach the
-        coordinator: from then on they have the usual time to return before their leases are revoked. A learner that had left before is not expected."""
+        """After a restart, keep members that hold leases or the newest session, except a learner that had left. Call
+        this once they can reach the coordinator: from then on they have the usual time to return before their leases
+        are revoked."""
         active = self._exchange.active
         lease_role = holds_leases(active) if active is not None else common_pb2.ROLE_ROLLOUT
         for member_id, role in self._ledger.holders(lease_role):

@@ -177,7 +177,7 @@ def _supply(sized: Sized, period: Period) -> Supply:
 
 
 MARGIN = 0.15
-"""A pool without workers is preferred to a pool that has some only if its groups are cheaper by at least this share."""
+"""Share by which groups must be cheaper before a pool without workers is preferred to a pool that has some."""
 
 
 class Supply(NamedTuple):

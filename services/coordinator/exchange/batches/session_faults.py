@@ -33,7 +33,7 @@ ENDED_SILENTLY = "the learner's process ended without a report; the kernel may h
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """Note that a session asks for its part. Its first request shows that the session before ended at its step."""
+    """Note a session's request for its part: the first one shows that the previous session ended at its step."""
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term

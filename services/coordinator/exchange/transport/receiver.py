@@ -171,7 +171,7 @@ MAX_HEADER_BYTES = {
     "turn": SMALL_HEADER_BYTES,
     "episode_end": SMALL_HEADER_BYTES,
 }
-"""Largest number of bytes of a first frame. The key is the kind of request: it is parked, or no budget counts it."""
+"""Largest number of bytes of a request's first frame. The key is a kind of request that is parked or not budgeted."""
 
 DEFAULT_HEADER_BYTES = 4 << 20
 

@@ -81,7 +81,7 @@ class PendingRequest:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Return member and kind; not the connection, because a reconnected worker has nothing on the old one."""
+        """Return member and kind, whatever the connection: a worker that reconnects has nothing on the old one."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 
