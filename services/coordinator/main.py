@@ -51,12 +51,7 @@ from paceline.services.coordinator.model_servicer import ModelServicer
 from paceline.services.coordinator.records.servicer import RecordsServicer
 from paceline.services.coordinator.scaling.policy import PoolConfig, read_pools
 from paceline.services.coordinator.scaling.scaler import PERIOD_S
-from paceline.services.coordinator.servicers import (
-    AccessServicer,
-    RunServicer,
-    StatusServicer,
-    WorkerServicer,
-)
+from paceline.services.coordinator.servicers import AccessServicer, RunServicer, StatusServicer, WorkerServicer
 from paceline.tracing import set_up_metrics, set_up_tracing
 from paceline.v1 import (
     access_pb2_grpc,
@@ -79,10 +74,7 @@ async def wait_for_space(directory: Path, stop: asyncio.Event) -> None:
     while (free_bytes := shutil.disk_usage(directory).free) < NEEDED_BYTES and not stop.is_set():
         if not is_logged:
             log.error(
-                "waiting for %d MB on the disk of %s: %d are free",
-                NEEDED_BYTES >> 20,
-                directory,
-                free_bytes >> 20,
+                "waiting for %d MB on the disk of %s: %d are free", NEEDED_BYTES >> 20, directory, free_bytes >> 20
             )
             is_logged = True
         with contextlib.suppress(TimeoutError):
@@ -149,9 +141,7 @@ class CoordinatorService:
             self.min_free_bytes,
             self.functions_from,
             BlobStore(
-                self.directory / BLOBS_NAME,
-                quota_bytes=self.bundle_quota_bytes,
-                min_free_bytes=self.min_free_bytes,
+                self.directory / BLOBS_NAME, quota_bytes=self.bundle_quota_bytes, min_free_bytes=self.min_free_bytes
             ),
             self.scaling_period_s,
             callers.refusal,

@@ -28,14 +28,7 @@ from paceline.services.common.processes.starting import STARTER_VARIABLE, die_wi
 from paceline.services.coordinator.audit import evidence, side_records
 from paceline.services.coordinator.audit.evidence import RunRows
 from paceline.services.coordinator.audit_log.verification import check_end
-from paceline.services.coordinator.ledger.file_check import (
-    LOST,
-    REMEDY,
-    VerifyReport,
-    check_file,
-    lost_runs,
-    tolerant,
-)
+from paceline.services.coordinator.ledger.file_check import LOST, REMEDY, VerifyReport, check_file, lost_runs, tolerant
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
@@ -67,11 +60,7 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
             check_file(ledger.db, report)
             of_run = _read(ledger, run_id, deep, report)
             if of_run is not None:
-                report.facts |= {
-                    "run_id": run_id,
-                    "state": of_run.run["state"],
-                    "steps": of_run.run["next_step"],
-                }
+                report.facts |= {"run_id": run_id, "state": of_run.run["state"], "steps": of_run.run["next_step"]}
                 # A row that cannot be read ends one comparison, not the others.
                 for name, comparison in COMPARISONS.items():
                     with report.reading(name, "a record"):

@@ -124,14 +124,7 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, group_class: str) -> None
 
 
 def fail(
-    exchange: Exchange,
-    run: ActiveRun,
-    row: sqlite3.Row,
-    work: str,
-    reason: str,
-    error: str,
-    number: int,
-    most: int,
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, work: str, reason: str, error: str, number: int, most: int
 ) -> None:
     """Count failure `number` of a group's `work`; drop the group if the number has reached `most`."""
     exchange.ledger.count(run.run_id, f"failures:{reason}")
@@ -167,10 +160,7 @@ def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version:
 
 
 def evaluation_result(
-    spec: RunSpec,
-    rows: Sequence[sqlite3.Row | Mapping[str, Any]],
-    step: int,
-    sources: Sequence[object] | None = None,
+    spec: RunSpec, rows: Sequence[sqlite3.Row | Mapping[str, Any]], step: int, sources: Sequence[object] | None = None
 ) -> dict[str, Any]:
     """Return the result of an evaluation of version `step`; `rows` are its scored and dropped groups. Rewards are means
     over prompts of the mean over a prompt's completions; None if no function gave a number. A standard error is the

@@ -35,13 +35,7 @@ from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.ledger.groups import NewLease
-from paceline.services.coordinator.ledger.segments import (
-    DamagedRecord,
-    Frame,
-    Payload,
-    UnopenedSegment,
-    read_frame,
-)
+from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
 from paceline.spec import GenerationSection
 from paceline.tracing import group_traceparent, span
 from paceline.v1 import common_pb2
@@ -228,12 +222,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
     dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
     open_groups = admitted - dropped - counters.get("groups:trained", 0)
     number = admissible(
-        open_groups,
-        admitted,
-        dropped,
-        batch=run.batch_size,
-        max_age=run.max_age,
-        max_steps=run.spec.max_num_steps,
+        open_groups, admitted, dropped, batch=run.batch_size, max_age=run.max_age, max_steps=run.spec.max_num_steps
     )
     number = min(number, at_most)
     if number == 0 or exchange.admission_closed:

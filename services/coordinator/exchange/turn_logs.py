@@ -13,13 +13,7 @@ from paceline.groups import Group
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.uploads.intake import GroupTurn
 from paceline.services.coordinator.ledger.segments import Frame, frame_size
-from paceline.services.coordinator.ledger.tables.episodes import (
-    FAILED,
-    LEFT_OUT,
-    EndedLife,
-    Lives,
-    left_out_of,
-)
+from paceline.services.coordinator.ledger.tables.episodes import FAILED, LEFT_OUT, EndedLife, Lives, left_out_of
 from paceline.v1 import exchange_pb2 as pb
 
 FIRST_LIFE = Lives(1, 0, given_up=False)
@@ -162,14 +156,7 @@ def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, turn_log:
 
 
 def end_life(
-    exchange: Exchange,
-    run: ActiveRun,
-    row: sqlite3.Row,
-    sample: int,
-    reason: str,
-    error: str,
-    *,
-    give_up: bool = False,
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, sample: int, reason: str, error: str, *, give_up: bool = False
 ) -> None:
     """End the current life of a sample of an open group: its turns are removed, and its tokens dropped for `reason`."""
     ledger, run_id, group_id = exchange.ledger, run.run_id, row["group_id"]

@@ -80,8 +80,7 @@ def copy_payloads(copy: sqlite3.Connection, store: PayloadStore) -> None:
         for row in rows.fetchall():
             record = store.payload(row).read()
             copy.execute(
-                f"UPDATE {table} SET header = ?, arrays = ?, segment = NULL WHERE rowid = ?",
-                (*record, row["rowid"]),
+                f"UPDATE {table} SET header = ?, arrays = ?, segment = NULL WHERE rowid = ?", (*record, row["rowid"])
             )
     copy.execute("COMMIT")
 

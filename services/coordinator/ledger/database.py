@@ -128,10 +128,7 @@ def is_plain(path: Path) -> bool:
 def application_id(path: Path, key: StorageKey) -> int:
     """Return the application_id in an encrypted file itself, regardless of its log; 0 if the file cannot be read. If
     its coordinator is writing the first page at the same time, the file is no marked backup, so 0 is right."""
-    with (
-        contextlib.suppress(sqlite3.DatabaseError),
-        contextlib.closing(connect(path, key, immutable=True)) as db,
-    ):
+    with contextlib.suppress(sqlite3.DatabaseError), contextlib.closing(connect(path, key, immutable=True)) as db:
         return int(db.execute("PRAGMA application_id").fetchone()[0])
     return 0
 

@@ -17,16 +17,7 @@ from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.schema import SCHEMA
 
 UNREADABLE = (
-    *(
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ),
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError),
     *(OSError, PacelineError, sqlite3.Error),
 )
 

@@ -238,8 +238,7 @@ class Deaths:
     def add(self, run_id: str, group_id: int, name: str) -> int:
         """Record a crash for a group; the same name counts once. Return the group's number of crashes."""
         self._ledger.db.execute(
-            "INSERT OR IGNORE INTO deaths (run_id, group_id, member_id) VALUES (?, ?, ?)",
-            (run_id, group_id, name),
+            "INSERT OR IGNORE INTO deaths (run_id, group_id, member_id) VALUES (?, ?, ?)", (run_id, group_id, name)
         )
         self._ledger.invalidate(DEATHS)
         return int(

@@ -88,12 +88,7 @@ class Groups(Queries):
         num_chars = 0
         for group_id, slot, prompt, columns in groups:
             prompt_json, columns_json = json.dumps(prompt), json.dumps(columns, default=str)
-            row = {
-                "run_id": run_id,
-                "group_id": group_id,
-                "prompt_json": prompt_json,
-                "columns_json": columns_json,
-            }
+            row = {"run_id": run_id, "group_id": group_id, "prompt_json": prompt_json, "columns_json": columns_json}
             rows.append({**row, "seal": row_checksums.of("prompts", row), "slot": slot})
             num_chars += len(prompt_json) + len(columns_json)
             if len(rows) == INSERTED_AT_ONCE or num_chars > MAX_INSERTED_CHARS:

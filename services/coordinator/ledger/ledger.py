@@ -131,12 +131,7 @@ class Ledger(LedgerFile):
         return str(self.value(query, (run_id,)) or "")
 
     def add_run(
-        self,
-        run_id: str,
-        spec_yaml: str,
-        directory: str,
-        max_num_steps: int = 0,
-        warnings: Sequence[str] = (),
+        self, run_id: str, spec_yaml: str, directory: str, max_num_steps: int = 0, warnings: Sequence[str] = ()
     ) -> None:
         """Add a run at the end of the queue; a `directory` in the ledger's folder is stored relative to it."""
         self.db.execute(
@@ -310,8 +305,7 @@ class Ledger(LedgerFile):
         """Record the location of a group's payload. A result must be new; other kinds replace earlier ones."""
         insert = "INSERT" if kind == "result" else "INSERT OR REPLACE"
         self.db.execute(
-            f"{insert} INTO payloads VALUES (?, ?, ?, x'', x'', ?, ?, ?, ?, ?, ?)",
-            (run_id, group_id, kind, *location),
+            f"{insert} INTO payloads VALUES (?, ?, ?, x'', x'', ?, ?, ?, ?, ?, ?)", (run_id, group_id, kind, *location)
         )
 
     def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
@@ -337,8 +331,7 @@ class Ledger(LedgerFile):
     def remove_payloads(self, run_id: str, group_id: int) -> None:
         self.note_removed_records(
             self.db.execute(
-                "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
-                (run_id, group_id),
+                "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start", (run_id, group_id)
             )
         )
         self.note_removed_records(self.episodes.remove(run_id, group_id))

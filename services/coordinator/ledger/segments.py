@@ -359,9 +359,7 @@ class PayloadStore:
                 file = self._files[number] = SegmentFile(self._path(number), self._key)
             except FileNotFoundError:
                 raise DamagedRecord(
-                    f"{self._path(number)} is missing, and the ledger refers to it; restore a backup",
-                    number,
-                    start,
+                    f"{self._path(number)} is missing, and the ledger refers to it; restore a backup", number, start
                 ) from None
             except OSError as error:
                 raise UnopenedSegment(f"{self._path(number)} cannot be opened: {error.strerror or error}") from None

@@ -116,11 +116,7 @@ class RunQueue:
                 text,
                 submission,
                 warnings,
-                {
-                    "message": "; ".join(notes),
-                    "bundle": bundle,
-                    "submitter": caller.name if caller is not None else "",
-                },
+                {"message": "; ".join(notes), "bundle": bundle, "submitter": caller.name if caller is not None else ""},
             )
         log.info("run %s is queued", run_id)
         await self._watchers.notify()

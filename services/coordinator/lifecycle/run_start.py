@@ -111,10 +111,7 @@ class RunStarter:
             with self._ledger.transaction():
                 if row["state"] == "queued" or (row["state"] == "paused" and self._ledger.is_retried(run.run_id)):
                     set_state(
-                        self._ledger,
-                        run.run_id,
-                        "running",
-                        **started_facts(run, self._ledger.bundle(run.run_id)),
+                        self._ledger, run.run_id, "running", **started_facts(run, self._ledger.bundle(run.run_id))
                     )
                 self._delays.retried = ""
                 for warning in warnings:

@@ -20,12 +20,7 @@ from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.services.coordinator.text_limits import one_line
 from paceline.v1 import common_pb2, worker_pb2
 
-ROLES = (
-    common_pb2.ROLE_ROLLOUT,
-    common_pb2.ROLE_REWARD,
-    common_pb2.ROLE_LEARNER,
-    common_pb2.ROLE_ENVIRONMENT,
-)
+ROLES = (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.ROLE_LEARNER, common_pb2.ROLE_ENVIRONMENT)
 MEMBERS_SHOWN = 5
 RETRIED = "It is retried automatically"
 
@@ -82,11 +77,7 @@ class Faults:
     async def on_error(self, member: Member, report: worker_pb2.RunReport) -> None:
         """Note that a member cannot work on the active run."""
         log.warning(
-            "%s %s cannot work on %s: %s",
-            member.role_name,
-            member.member_id,
-            report.run_id,
-            one_line(report.error),
+            "%s %s cannot work on %s: %s", member.role_name, member.member_id, report.run_id, one_line(report.error)
         )
         fault = Fault(report.run_id, report.error, report.fault, report.resumable)
         is_repeated = member.fault == fault

@@ -75,12 +75,7 @@ MAX_HASH = 128
 """Largest number of characters of a digest or of a chain's hash."""
 MAX_PATH_BYTES = 4096
 MAX_SOURCES = 4096
-TEXTS = {
-    "weight_ack": ("message",),
-    "run_report": ("error", "warning"),
-    "publish": ("error",),
-    "leave": ("reason",),
-}
+TEXTS = {"weight_ack": ("message",), "run_report": ("error", "warning"), "publish": ("error",), "leave": ("reason",)}
 """Names of the free-text fields. The key is the kind of report."""
 
 FREE = ("heartbeat", "leave", "host_agent")

@@ -111,15 +111,7 @@ def _rows(
         " WHERE run_id = ?1 AND sequence > ?2 AND sequence <= ?3 AND kind = ?4)"
         f" SELECT (step - ?6) / ?5 AS point, MIN(step), MIN(sequence), MIN(time){sums} FROM part"
         " WHERE step BETWEEN ?6 AND ?7 GROUP BY point ORDER BY point",
-        (
-            request.run_id,
-            *window,
-            kind,
-            width,
-            first,
-            min(last, page_tokens.LARGEST),
-            *(f'$."{n}"' for n in names),
-        ),
+        (request.run_id, *window, kind, width, first, min(last, page_tokens.LARGEST), *(f'$."{n}"' for n in names)),
     )
 
 

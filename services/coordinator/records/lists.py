@@ -180,8 +180,7 @@ def _add_hops(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGroupLi
     for attempt, member in enumerate(_names(row["holders"]), 1):
         add(what="leased", member_id=member, attempt=attempt)
     deaths = ledger.db.execute(
-        "SELECT member_id FROM deaths WHERE run_id = ? AND group_id = ? LIMIT ?",
-        (run_id, row["group_id"], MAX_HOLDERS),
+        "SELECT member_id FROM deaths WHERE run_id = ? AND group_id = ? LIMIT ?", (run_id, row["group_id"], MAX_HOLDERS)
     )
     for (member,) in deaths:
         add(what="crashed", member_id=member, detail="the worker crashed while it held the group")
@@ -225,8 +224,7 @@ def _add_batches(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGrou
     for receipt in receipts:
         if group_id in json.loads(receipt["group_ids"]):
             life.hops.add(
-                what="trained",
-                detail=f"step {step}, by rank {receipt['rank']} of session {receipt['session']}",
+                what="trained", detail=f"step {step}, by rank {receipt['rank']} of session {receipt['session']}"
             )
 
 
@@ -259,9 +257,7 @@ def list_attempts(
             break
         rewards_CF = np.frombuffer(rewards, "<f4").reshape(-1, len(spec.rewards))
         response.attempts.add(
-            group_id=group_id,
-            prompt_json=prompt_json,
-            rewards=totals(rewards_CF, spec.rewards, step or 0).tolist(),
+            group_id=group_id, prompt_json=prompt_json, rewards=totals(rewards_CF, spec.rewards, step or 0).tolist()
         )
         characters += len(prompt_json)
     return response

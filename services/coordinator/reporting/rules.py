@@ -128,10 +128,7 @@ def out_of_scale(spec: RunSpec, metrics: Mapping[str, float]) -> str:
         )
     summed = metrics.get("tokens", 0.0) / max(metrics.get("sequences", 0.0), 1.0)
     length = max(summed, 1.0) if spec.loss_fn.reduction == "sequence_sum" else 1.0
-    bounds = {
-        "grad_norm": (spec.policy.max_grad_norm, length),
-        "value_grad_norm": (spec.value.max_grad_norm, 1.0),
-    }
+    bounds = {"grad_norm": (spec.policy.max_grad_norm, length), "value_grad_norm": (spec.value.max_grad_norm, 1.0)}
     for name, (bound, terms) in bounds.items():
         if metrics.get(name, 0.0) > LARGEST_GRADIENT * max(bound, 1.0) * terms:
             return (

@@ -236,12 +236,7 @@ class RunLog:
         for broken in self._rules.check(metrics):
             message = f"step {step}: {broken.message}"
             log.warning("run %s: %s", run.run_id, one_line(message))
-            content = {
-                "message": message,
-                "rule": str(broken.rule),
-                "metric": broken.metric,
-                "value": broken.value,
-            }
+            content = {"message": message, "rule": str(broken.rule), "metric": broken.metric, "value": broken.value}
             self._ledger.add_event(run.run_id, "warning", content)
 
     def _write_versions(self, records: list[VersionRecord]) -> None:

@@ -226,10 +226,7 @@ def _why(facts: Facts) -> tuple[str, str]:
             "The run continues after async_grpo.late_wait_s, or when the older ones are complete (order: in_order)",
         )
     if to_score + scored < facts.batch and facts.environments == 0:
-        return (
-            f"{held}, but none is connected",
-            "Start environment workers, or read why the last one died in its log",
-        )
+        return (f"{held}, but none is connected", "Start environment workers, or read why the last one died in its log")
     if to_score + scored < facts.batch and facts.environments and not facts.ready_environments:
         return (
             f"{facts.environments} environment workers are connected, but none has set the run up",

@@ -26,14 +26,7 @@ from paceline.services.coordinator.exchange.state import Exchange, Notice
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.scaling.meter import Meter, Period, measure
-from paceline.services.coordinator.scaling.policy import (
-    HEADROOM,
-    ROLES,
-    Measurement,
-    PoolConfig,
-    PoolState,
-    decide,
-)
+from paceline.services.coordinator.scaling.policy import HEADROOM, ROLES, Measurement, PoolConfig, PoolState, decide
 
 PERIOD_S = 15.0
 """Default of the seconds between two decisions."""
@@ -129,9 +122,7 @@ class Scaler:
         pools = self._shown()
         if now_s < self._reconnected_s:
             return Report(
-                f"the coordinator has just started; it measures in {self._reconnected_s - now_s:.0f} s",
-                0.0,
-                pools,
+                f"the coordinator has just started; it measures in {self._reconnected_s - now_s:.0f} s", 0.0, pools
             )
         if self.meter.running() is None:
             return Report(NO_RUN, 0.0, pools)

@@ -142,8 +142,7 @@ def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrive
     if member.role != role:
         name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
         return exchange.refuse(
-            request,
-            f"only a {name} worker may send a {kind} request; {member.member_id} is a {member.role_name}",
+            request, f"only a {name} worker may send a {kind} request; {member.member_id} is a {member.role_name}"
         )
     if role != common_pb2.ROLE_LEARNER or kind not in ROLES:
         return None

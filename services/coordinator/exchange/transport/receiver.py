@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator.exchange.state import Exchange
-from paceline.services.coordinator.exchange.transport.dispatch import (
-    is_introduction,
-    refusal_of_key,
-    refusal_of_sender,
-)
+from paceline.services.coordinator.exchange.transport.dispatch import is_introduction, refusal_of_key, refusal_of_sender
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 from paceline.services.coordinator.exchange.transport.router_socket import (
     ExchangeSocket,

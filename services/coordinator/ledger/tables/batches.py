@@ -45,10 +45,7 @@ class Batches(Queries):
 
     def replace(self, batch: sqlite3.Row, group_ids: Sequence[int], dropped_ids: Collection[int], reason: str) -> None:
         """Move a batch with `group_ids` to the table of replaced batches; its next revision lacks `dropped_ids`."""
-        key, of_groups = (
-            (batch["run_id"], batch["step"]),
-            (json.dumps(group_ids), json.dumps(sorted(dropped_ids))),
-        )
+        key, of_groups = ((batch["run_id"], batch["step"]), (json.dumps(group_ids), json.dumps(sorted(dropped_ids))))
         self.db.execute(
             "INSERT INTO replaced_batches (run_id, step, revision, digest, chain, group_ids, dropped_ids, reason)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -224,8 +221,7 @@ class SessionFaults(Queries):
     def remove_in_hand(self, run_id: str, session: int) -> None:
         """Remove the step that a session was training, because the session left normally."""
         self.db.execute(
-            "DELETE FROM session_faults WHERE run_id = ? AND session = ? AND kind = ?",
-            (run_id, session, IN_HAND),
+            "DELETE FROM session_faults WHERE run_id = ? AND session = ? AND kind = ?", (run_id, session, IN_HAND)
         )
 
     def remove_run(self, run_id: str) -> None:

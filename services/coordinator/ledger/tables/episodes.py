@@ -82,8 +82,7 @@ class Episodes(Queries):
 
     def last_turn(self, run_id: str, group_id: int, sample: int, life: int) -> sqlite3.Row | None:
         return self.row(
-            f"SELECT * FROM episodes WHERE {OF_SAMPLE} ORDER BY turn DESC LIMIT 1",
-            (run_id, group_id, sample, life),
+            f"SELECT * FROM episodes WHERE {OF_SAMPLE} ORDER BY turn DESC LIMIT 1", (run_id, group_id, sample, life)
         )
 
     def row_tokens(self, run_id: str, group_id: int, sample: int, life: int, row_index: int) -> int:
@@ -105,8 +104,7 @@ class Episodes(Queries):
     def of_group(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
         """Return the turns of a group, by sample, life and turn."""
         return self.rows(
-            "SELECT * FROM episodes WHERE run_id = ? AND group_id = ? ORDER BY sample, life, turn",
-            (run_id, group_id),
+            "SELECT * FROM episodes WHERE run_id = ? AND group_id = ? ORDER BY sample, life, turn", (run_id, group_id)
         )
 
     def total(self, run_id: str, group_id: int) -> Total:
@@ -125,8 +123,7 @@ class Episodes(Queries):
     def remove(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
         """Remove the turns of a group. Return (segment, start) of each."""
         return self.rows(
-            "DELETE FROM episodes WHERE run_id = ? AND group_id = ? RETURNING segment, start",
-            (run_id, group_id),
+            "DELETE FROM episodes WHERE run_id = ? AND group_id = ? RETURNING segment, start", (run_id, group_id)
         )
 
     # Lives
@@ -146,8 +143,7 @@ class Episodes(Queries):
     def ended(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
         """Return the ended lives of a group's samples, in order."""
         return self.rows(
-            "SELECT * FROM restarts WHERE run_id = ? AND group_id = ? ORDER BY sample, life",
-            (run_id, group_id),
+            "SELECT * FROM restarts WHERE run_id = ? AND group_id = ? ORDER BY sample, life", (run_id, group_id)
         )
 
     def end(self, life: EndedLife) -> list[sqlite3.Row]:
@@ -180,8 +176,7 @@ class Episodes(Queries):
         """Remove turns and ended lives of an evaluation's groups. Return (segment, start) of the turns."""
         in_class = "SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
         self.db.execute(
-            f"DELETE FROM restarts WHERE run_id = ? AND group_id IN ({in_class})",
-            (run_id, run_id, group_class),
+            f"DELETE FROM restarts WHERE run_id = ? AND group_id IN ({in_class})", (run_id, run_id, group_class)
         )
         return self.rows(
             f"DELETE FROM episodes WHERE run_id = ? AND group_id IN ({in_class}) RETURNING segment, start",

@@ -62,8 +62,7 @@ class RegisteredModels(Queries):
             "verdicts": json.dumps(model.verdicts),
         }
         self.db.execute(
-            f"INSERT INTO models ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
-            list(values.values()),
+            f"INSERT INTO models ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", list(values.values())
         )
 
     def get(self, name: str, version: int) -> ModelVersion | None:
