@@ -131,7 +131,7 @@ def end_of(path: Path) -> tuple[AuditHead, int]:
 
 
 def has_record(folder: Path, head: AuditHead) -> bool:
-    """Return whether the files have a record. One that is older than all files counts as deleted with its file."""
+    """Return whether the files have the record `head`, or had it before their oldest file was deleted."""
     files = list(audit_files(folder).values())
     for path in reversed(files):
         with path.open("rb") as file:

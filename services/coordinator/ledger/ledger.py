@@ -117,10 +117,6 @@ class Ledger(LedgerFile):
         """Return id and `priority` of the queued runs, the first to start first."""
         return self.rows(f"SELECT run_id, {PRIORITY} FROM runs WHERE state = 'queued' ORDER BY priority DESC, sequence")
 
-    def first_queued(self) -> sqlite3.Row | None:
-        """Return id and `priority` of the queued run that starts first; None if there is none."""
-        return next(iter(self.queue()), None)
-
     def priority(self, run_id: str) -> int:
         return int(self.value(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", (run_id,)) or 0)
 

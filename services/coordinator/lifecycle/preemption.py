@@ -51,15 +51,13 @@ class Hours:
         if self._run_id != run.run_id:
             self._run_id, self._counted_s = run.run_id, now_s
             return
-        is_over = not self._exchange.end_step and self._trained_s(run, now_s) >= run.spec.max_hours * 3600
+        trained_s = self._ledger.counters(run.run_id).get(TRAINED_TIME, 0) / 1000 + now_s - self._counted_s
+        is_over = not self._exchange.end_step and trained_s >= run.spec.max_hours * 3600
         if is_over or now_s - self._counted_s >= WRITE_S:
             async with self._context.lock:
                 self._count(run, now_s, is_over)
         if is_over:
             await self._context.watchers.notify("lease", "batch")
-
-    def _trained_s(self, run: ActiveRun, now_s: float) -> float:
-        return self._ledger.counters(run.run_id).get(TRAINED_TIME, 0) / 1000 + now_s - self._counted_s
 
     def _count(self, run: ActiveRun, now_s: float, is_over: bool) -> None:
         if self._exchange.active is not run:
@@ -110,8 +108,9 @@ class Preemption:
         run = self._exchange.active
         if run is None:
             return
-        first = self._ledger.first_queued()
-        if first is None or first["priority"] <= self._ledger.priority(run.run_id) or self._ends_soon(run):
+        first = next(iter(self._ledger.queue()), None)
+        ends_soon = self._ledger.run(run.run_id)["next_step"] >= self._exchange.num_steps(run)
+        if first is None or first["priority"] <= self._ledger.priority(run.run_id) or ends_soon:
             await self._go_on(run)
             return
         if not self._exchange.yields_to:
@@ -119,9 +118,6 @@ class Preemption:
             await self._yield(run, first)
         if self._is_ready(run, now_s):
             await self._states.preempt(run.run_id, first["run_id"], first["priority"])
-
-    def _ends_soon(self, run: ActiveRun) -> bool:
-        return bool(self._ledger.run(run.run_id)["next_step"] >= self._exchange.num_steps(run))
 
     async def _go_on(self, run: ActiveRun) -> None:
         """Stop yielding, because the run of the higher priority was cancelled or this run is about to end."""

@@ -224,11 +224,11 @@ class Assignments:
     async def assign_learner(self) -> None:
         """Assign the active run to a learner in a new session, unless one has the run, even with a broken stream."""
         run = self._exchange.active
-        if run is None or not self._waiting(run):
+        if run is None or not self._waiting():
             return
         await self._check_checkpoints(run)
         async with self._lock:
-            waiting = self._waiting(run)
+            waiting = self._waiting()
             if not waiting:
                 return
             row = self._ledger.run(run.run_id)
@@ -241,7 +241,7 @@ class Assignments:
         if no_start and (row["state"], row["message"]) != ("paused", no_start):
             await self._pause(run.run_id, no_start)
 
-    def _waiting(self, run: ActiveRun) -> list[Member]:
+    def _waiting(self) -> list[Member]:
         """Return learners that can get a session; none while a learner has the newest one."""
         holder = self.learner()
         if holder is not None and holder.fault is None:

@@ -45,12 +45,10 @@ HALF_LIFE_STEPS = 8.0
 """A measured demand has half of its weight after this many further steps."""
 
 NEW_LOAD = 1.5
-"""Factor, in either direction, between a step's demand and the mean at which a new load begins: the mean begins anew.
-"""
+"""Ratio (or its inverse) of a step's demand to the mean at which a new load begins: the mean begins anew."""
 
 NEW_RATE = 3.0
-"""Factor, in either direction, between a measured rate and the mean at which other work begins: the mean begins anew.
-"""
+"""Ratio (or its inverse) of a measured rate to the mean at which other work begins: the mean begins anew."""
 
 MIN_GROUPS = 32
 """A rate is computed from at least this many completed groups."""

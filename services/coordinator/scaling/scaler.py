@@ -231,7 +231,11 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
         return f"no {empty[0]} worker takes work: start one, or read why the last one ended in its log"
     if not measured:
         return "nothing is measured yet: no step was trained, or too few groups were completed"
-    supply = {name: _supplied(facts) for name, facts in measured.items()}
+    # The groups that a pool can complete, as a ratio to those that the learner demands of it.
+    supply = {
+        name: facts.workers * facts.state.rate / (facts.state.share * facts.state.demand)
+        for name, facts in measured.items()
+    }
     slowest = min(supply, key=lambda name: supply[name])
     facts = measured[slowest]
     if wait_fraction > BALANCED and facts.state.needed > facts.workers:
@@ -271,8 +275,3 @@ def _spare(measured: Mapping[str, PoolFacts]) -> str:
     facts = measured[name]
     saved = f", which saves {fewer[name] * facts.cost:,.2f} an hour" if facts.cost else ""
     return f". The {name} pool needs {max(1, facts.state.needed)} of its {facts.workers} workers, with {HEADROOM:.0%} to spare{saved}"
-
-
-def _supplied(facts: PoolFacts) -> float:
-    """Return the groups that a pool can complete, as a ratio to those that the learner demands of it."""
-    return facts.workers * facts.state.rate / (facts.state.share * facts.state.demand)
