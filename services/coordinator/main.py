@@ -95,7 +95,7 @@ def is_disk_full(error: BaseException) -> bool:
 class CoordinatorService:
     directory: Path
     store: str
-    """Root folder or URL of large files. If it is empty, `directory` is used."""
+    """Root folder or URL of large files; empty for `directory`."""
     host: str
     port: int
     people_port: int | None
@@ -108,7 +108,7 @@ class CoordinatorService:
     """Seconds for which a stopping coordinator waits for workers that are stopping too."""
     min_free_bytes: int
     bundle_quota_bytes: int
-    """The files of all bundles together may take at most this many bytes."""
+    """Largest number of bytes of the files of all bundles together."""
     functions_from: Sequence[Path]
     ready_file: Path | None
     metrics_port: int | None

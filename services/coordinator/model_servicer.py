@@ -25,7 +25,7 @@ from paceline.v1 import registry_pb2 as pb
 from paceline.v1 import registry_pb2_grpc
 
 MAX_EVIDENCE = 64
-"""One version may have at most this many evaluations, and at most this many verdicts."""
+"""Largest number of a version's evaluations, and of its verdicts."""
 MAX_VERSION = 10**9
 MAX_REASON = 1000
 """Largest number of characters of a reason."""

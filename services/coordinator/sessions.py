@@ -94,7 +94,7 @@ def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport)
 
 NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
 MOST_LOST = 10_000
-"""A ledger may be behind by at most this many sessions; larger session numbers are ignored."""
+"""Largest number of sessions by which a ledger may be behind; larger session numbers are ignored."""
 
 log = logging.getLogger(__name__)
 

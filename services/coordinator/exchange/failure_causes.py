@@ -13,7 +13,7 @@ BATCHES_OF_ONE_CAUSE = 2
 """Multiple of a batch's groups: if this many groups are dropped in a row for one cause, the run is paused."""
 
 MIN_OF_ONE_CAUSE = 4
-"""The run is not paused before this many groups were dropped in a row for one cause, however few groups a batch has."""
+"""Smallest number of groups dropped in a row for one cause that pauses a run, however small its batches are."""
 
 NOT_GENERATED = ("bad_prompt", "prompt_too_long", "invalid_result", "environment_failed")
 """Drop reasons of groups that could not be generated."""

@@ -17,16 +17,16 @@ LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
 
 MAX_REFUSED = 3
-"""A worker is overdue after this many of its results were refused in a row."""
+"""Number of a worker's results that were refused in a row, from which on the worker is overdue."""
 
 MIN_RESULTS = 8
-"""The median of the other workers' results is used if there are at least this many results."""
+"""Number of the other workers' results from which on their median is used."""
 
 NO_MEDIAN_S = 600.0
-"""While the other workers have fewer than MIN_RESULTS results, a worker is overdue after this many seconds."""
+"""Seconds after which a worker is overdue while the other workers have fewer than MIN_RESULTS results."""
 
 WINDOW = 256
-"""The median is computed from this many of the newest results."""
+"""Number of newest results from which the median is computed."""
 
 LONGEST_STEP_S = 10.0
 """Of the seconds between two checks, at most this many are counted: in a longer gap the coordinator stood still."""

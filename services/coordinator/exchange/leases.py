@@ -43,13 +43,13 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
 
 SHARED_CRASHES = 2
-"""A group is quarantined after this many crashes of workers that held it together with other groups."""
+"""Number of crashes of workers that held a group among others, after which the group is quarantined."""
 
 ALONE_CRASHES = 2
-"""A quarantined group is dropped after this many further crashes of workers that held only this group."""
+"""Number of further crashes of workers that held only a quarantined group, after which the group is dropped."""
 
 MAX_ROOM = 1 << 16
-"""One answer has at most this many completions, even if a worker states more room."""
+"""Largest number of completions in one answer, even if a worker states more room."""
 
 MAX_TURN_LOG_BYTES = 32 << 20
 """Largest number of bytes of turn logs in the answers of one call; an answer with only one lease may exceed it."""

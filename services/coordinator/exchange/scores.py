@@ -25,7 +25,7 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, decode_rewards
 
 MAX_ROOM = 1024
-"""One answer has at most this many tasks, even if a worker states more room."""
+"""Largest number of tasks in one answer, even if a worker states more room."""
 
 MAX_TASK_BYTES = 32 << 20
 """Largest number of bytes of an answer with several tasks: scoring of the first waits until the last has arrived."""

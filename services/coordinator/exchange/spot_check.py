@@ -59,10 +59,10 @@ SMALLEST_SIGMA = 2e-4
 """A smaller standard error, in nats, is replaced by this one, because rounding errors within a group are alike."""
 
 SPREAD_FROM = 8
-"""The noise is estimated from the spread of the observations if there are at least this many."""
+"""Number of observations from which on their spread is used to estimate the noise."""
 
 MAX_OBSERVATIONS = 256
-"""The noise is estimated from this many of the newest observations of all workers."""
+"""Number of newest observations of all workers from which the noise is estimated."""
 
 MAX_WORKERS = 4096
 """Largest number of workers whose observations are kept; the least recently observed worker is removed first."""

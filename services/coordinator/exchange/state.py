@@ -223,7 +223,7 @@ class Exchange(RunState):
         return bool(row["state"] == "paused" and row["message"])
 
     def scoring_withheld(self, run: ActiveRun) -> bool:
-        """Return whether failing reward functions paused the run; `resume` lets corrected ones score the groups."""
+        """Return whether failing reward functions paused the run; corrected ones score the groups after `resume`."""
         return self.withheld(run) and self.ledger.drop_reason_of_pause(run.run_id) == "reward_failed"
 
     def pause(self, run: ActiveRun, message: str, drop_reason: str = "") -> None:

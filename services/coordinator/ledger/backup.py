@@ -27,7 +27,7 @@ from paceline.services.coordinator.ledger.segment_cipher import MAGIC
 from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ATTEMPTS = 5
-"""A copy is attempted this many times, because pruning may remove a segment after the tables were copied."""
+"""Number of attempts at a copy, because pruning may remove a segment after the tables were copied."""
 
 
 def back_up(ledger: Ledger, destination: Path) -> int:

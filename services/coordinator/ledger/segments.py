@@ -53,7 +53,7 @@ MAX_CANDIDATES = 64
 """Largest number of marked segments that one check for unused segments reads."""
 
 IN_TURN = 8
-"""Each check also reads this many segments that are not marked, in turn, because a removal may not have been marked."""
+"""Number of unmarked segments that each check also reads, in turn, because a removal may not have been marked."""
 
 MAX_RECENT_BYTES = 256 << 20
 """Largest number of bytes of records in memory: the newest records that were in no served batch."""

@@ -26,7 +26,7 @@ from paceline.v1 import worker_pb2
 FALLBACKS = 3
 """Largest number of hosts that are tried after the preferred upstream and before the learner's hosts."""
 TREE_BYTES = 2 << 20
-"""A version of at most this many bytes goes through a tree."""
+"""Largest number of bytes of a version that goes through a tree."""
 TREE_WIDTH = 8
 
 
@@ -70,9 +70,9 @@ def upstreams(position: int, hops: Sequence[Hop], sources: Sequence[str], size_b
 
 
 SLOW_SHARE = 1 / 3
-"""A host is slow if its speed is below this share of the median speed."""
+"""Share of the median speed below which a host is slow."""
 SLOW_VERSIONS = 2
-"""A host goes to the end of the chain after this many slow versions in a row."""
+"""Number of slow versions in a row after which a host goes to the end of the chain."""
 FEWEST_HOSTS = 3
 MAX_HOSTS = 4096
 """Largest number of hosts whose speeds are kept."""

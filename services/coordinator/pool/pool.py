@@ -39,7 +39,7 @@ OVERDUE_CHECK_S = 5.0
 """Seconds between two checks for overdue leases."""
 
 SILENT_TIMEOUTS = 1.5
-"""A learner ends if one of its ranks is silent for this many time-outs: 15 s with the default time-out."""
+"""Number of time-outs for which a rank is silent before its learner ends: 15 s with the default time-out."""
 
 IN_GOOD_ORDER = "in good order"
 """Reason that is recorded when a member leaves without a fault."""

@@ -25,7 +25,7 @@ EVENTS_AT_ONCE = 5000
 """Number of events that a call reads first."""
 
 SAMPLED = 32
-"""The names of a run's metrics are collected from this many events at the run's start and at its end."""
+"""Number of events, at a run's start and at its end, from which the names of the run's metrics are collected."""
 
 NO_METRICS = ("step", "time")
 NAN = math.nan
@@ -140,7 +140,7 @@ def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) 
 
 PAGE_SIZE = 1000
 MAX_BYTES = 8 << 20
-"""An answer ends with the event that brings its JSON above this many bytes."""
+"""Number of bytes of JSON after which an answer ends; the event that exceeds them is the last one."""
 
 READ_AT_ONCE = 20_000
 """Largest number of events that a call reads, including those of other kinds than requested."""

@@ -20,7 +20,7 @@ NOT_WORK = frozenset({"groups:dropped:run_ended", "groups:dropped:by_request"})
 """Counters of dropped groups that no step needed."""
 
 HALF_LIFE_STEPS = 8.0
-"""A wait of the learner has half of its weight after this many further steps."""
+"""Number of further steps after which a wait of the learner has half of its weight."""
 
 
 @dataclass(frozen=True)

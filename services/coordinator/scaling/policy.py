@@ -39,10 +39,10 @@ MAX_GROWTH = 2.0
 """Largest ratio of the new size to the present workers in one decision, if there are any."""
 
 HALF_LIFE_GROUPS = 1024.0
-"""A measured rate has half of its weight after this many further groups."""
+"""Number of further groups after which a measured rate has half of its weight."""
 
 HALF_LIFE_STEPS = 8.0
-"""A measured demand has half of its weight after this many further steps."""
+"""Number of further steps after which a measured demand has half of its weight."""
 
 NEW_LOAD = 1.5
 """Ratio (or its inverse) of a step's demand to the mean at which a new load begins: the mean begins anew."""
@@ -51,7 +51,7 @@ NEW_RATE = 3.0
 """Ratio (or its inverse) of a measured rate to the mean at which other work begins: the mean begins anew."""
 
 MIN_GROUPS = 32
-"""A rate is computed from at least this many completed groups."""
+"""Smallest number of completed groups from which a rate is computed."""
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from paceline.services.coordinator.scaling.meter import Meter, Period, measure
 from paceline.services.coordinator.scaling.policy import HEADROOM, ROLES, Measurement, PoolConfig, PoolState, decide
 
 PERIOD_S = 15.0
-"""Default of the seconds between two decisions."""
+"""Default number of seconds between two decisions."""
 
 RECONNECT_S = 30.0
 """Seconds after a coordinator's restart in which its workers reconnect and nothing is decided."""
 
 UNUSED_S = 3600.0
-"""If no request for a pool's size came for this many seconds, the pool counts as not scaled."""
+"""Seconds without a request for a pool's size after which the pool counts as not scaled."""
 
 MAX_SHOWN = 64
 """Largest number of characters of an unknown pool name that a message shows."""

@@ -17,11 +17,11 @@ from paceline.services.coordinator.ledger.tables.batches import SessionFault
 from paceline.v1 import worker_pb2
 
 SAME_FAULTS = 3
-"""The run is paused after this many consecutive sessions have ended at the same step with the same kind of fault."""
+"""Number of consecutive sessions that ended at one step with one kind of fault, after which the run is paused."""
 
 ANY_FAULTS = 5
-"""The run is paused after this many consecutive sessions have ended at the same step, whatever their faults. The rank
-that reports first can vary, and with it the kind of fault."""
+"""Number of consecutive sessions that ended at one step with any faults, after which the run is paused. The rank that
+reports first can vary, and with it the kind of fault."""
 
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 """Kinds of faults that are not exception types."""

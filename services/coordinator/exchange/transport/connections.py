@@ -32,16 +32,16 @@ from paceline.services.common.serving.endpoints import in_brackets
 from paceline.wire import MAX_MESSAGE_BYTES
 
 MAX_STRANGERS_SHARE = 0.25
-"""Connections on which no member has sent a message may use at most this share of the files that may be open."""
+"""Largest share of the files that may be open for connections on which no member has sent a message."""
 
 HARMLESS_BYTES = 64 << 10
-"""A connection with at most this many unread bytes is not closed because of memory growth."""
+"""Largest number of unread bytes with which a connection is not closed because of memory growth."""
 
 TRIM_S = 1.0
 """Seconds after which ZeroMQ has freed the memory of a closed connection."""
 
 STRANGER_S = 15.0
-"""Seconds. A connection on which no member has sent a message may stay open for at most this long."""
+"""Longest time, in seconds, for which a connection may be open on which no member has sent a message."""
 
 BYTES_RECEIVED = 128
 """Offset, in bytes, of tcpi_bytes_received in Linux's struct tcp_info."""
@@ -54,7 +54,7 @@ class ConnectionLimits:
     message_bytes: int = MAX_MESSAGE_BYTES + (32 << 20)
     """Largest number of bytes of a connection without the end of a message: a group's arrays, texts and header."""
     unread_bytes: int = 4 * MAX_MESSAGE_BYTES
-    """A connection may have at most this many bytes while whole messages wait to be read."""
+    """Largest number of bytes of a connection while whole messages wait to be read."""
     refused: int = 256
     """Largest number of refused messages of a stranger."""
     strangers_bytes: int = 512 << 20
@@ -64,7 +64,7 @@ class ConnectionLimits:
     growth_bytes: int = 256 << 20
     """Bytes by which this process may grow, beyond twice the unread bytes, while a message arrives."""
     discarded_at_once: int = 10_000
-    """Largest number of frames of one message with too many that a turn of the event loop discards."""
+    """Largest number of frames that one turn of the event loop discards of a message with too many frames."""
 
 
 DEFAULT_LIMITS = ConnectionLimits()
@@ -83,7 +83,7 @@ class Connection:
     of_member: bool = False
 
     def under_way(self, came: int, memory: int, all_read: bool) -> int:
-        """Return the bytes of unread messages, if `came` bytes have arrived and this process uses `memory` bytes."""
+        """Return the bytes of unread messages; `came` bytes have arrived, and this process uses `memory` bytes."""
         if self.read and all_read:
             self.read, self.mark = 0, came
         size = max(0, came - self.mark - self.read)

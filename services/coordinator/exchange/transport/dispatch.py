@@ -23,10 +23,10 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 
 OF_LEASES = ("lease", "group", "lease_return")
-"""The kinds of requests that come from the workers that hold the run's leases."""
+"""Kinds of requests from the workers that hold the run's leases."""
 
 ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not in OF_LEASES}
-"""The role that may send each kind of request. The kinds in OF_LEASES are left out."""
+"""Role that may send a request. The key is the kind of request; the kinds in OF_LEASES are left out."""
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:

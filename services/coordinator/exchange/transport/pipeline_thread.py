@@ -37,7 +37,7 @@ class PipelineThread(Generic[ItemT]):
         self._items.put(item)
 
     async def run(self) -> None:
-        """Run the thread until cancelled, to the end of its portion. If `work` fails, end it and raise the error."""
+        """Run the thread until cancelled; the current portion is finished first. An error of `work` ends the thread."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)

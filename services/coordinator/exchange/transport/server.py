@@ -52,7 +52,7 @@ MAX_TRANSACTION_S = 0.006
 """Seconds in which requests can join a transaction. Requests that come later wait for the transaction's end."""
 
 LEASES_AT_ONCE = 16
-"""At most this many lease requests are answered together. The data that they share are read and written once."""
+"""Largest number of lease requests that are answered together; data that they share are read and written once."""
 
 OTHERS_AT_ONCE = 16
 """Largest number of requests, other than lease requests, that share a savepoint, because one costs a statement."""
@@ -61,7 +61,7 @@ MAX_SYNC_BYTES = 4 << 20
 """Bytes of groups stored at a time. A larger sync moves more bytes a second, but delays all that needs the disk."""
 
 MAX_TRANSACTIONS = 1024
-"""At most this many transactions share a sync; in practice all that wait share one."""
+"""Largest number of transactions that share a sync; in practice all that wait share one."""
 
 PARKED_AT_ONCE = 64
 """Largest number of parked lease requests, of thousands, that a tick checks: those not checked for the longest time."""

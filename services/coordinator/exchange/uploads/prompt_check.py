@@ -37,10 +37,10 @@ from paceline.spec import PolicySection, RunSpec
 from paceline.user_code.surroundings import passed_variables
 
 LOAD_S = 60.0
-"""A tokenizer must be loaded within this many seconds; groups that arrive meanwhile wait for it."""
+"""Seconds within which a tokenizer must be loaded; groups that arrive meanwhile wait for it."""
 
 ANSWER_S = 10.0
-"""The child must answer within this many seconds."""
+"""Seconds within which the child must answer."""
 
 
 CHILD = "paceline.services.coordinator.exchange.uploads.prompt_encoder"

@@ -12,7 +12,7 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.tables.checkpoints import resolved, stored
 
 MAX_CHANGES = 1000
-"""At most this many changes of a model are read: the newest ones."""
+"""Largest number of a model's changes that are read: the newest ones."""
 
 
 class ModelVersion(NamedTuple):
