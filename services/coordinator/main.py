@@ -112,7 +112,7 @@ class CoordinatorService:
     functions_from: Sequence[Path]
     ready_file: Path | None
     metrics_port: int | None
-    """Port of `/metrics` for Prometheus and of `/scale` for KEDA. If it is None, neither is served."""
+    """Port of `/metrics` for Prometheus and of `/scale` for KEDA; None serves neither."""
     capacity: Capacity
     scaling_period_s: float
     """Seconds between two decisions on the sizes of pools."""

@@ -85,7 +85,7 @@ def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
 def versions_of(
     exchange: Exchange, run: ActiveRun, member_id: str, samplers: Sequence[SamplingWorker]
 ) -> SamplableVersions | None:
-    """Return the versions that a worker can sample from; None if it gets no leases of this run."""
+    """Return the versions that a worker can sample from; None if the worker gets no leases of this run."""
     member = exchange.senders.get(member_id)
     if member is None or member.role != holds_leases(run):
         return None

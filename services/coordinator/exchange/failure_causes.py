@@ -65,7 +65,7 @@ class DropsInARow:
         self.lowest, self.highest = math.inf, -math.inf
 
     def end_of_generation(self) -> None:
-        """Note that a group was generated. If the count is of groups that could not be generated, reset it."""
+        """Note that a group was generated: reset a count of groups that could not be generated."""
         if self.reason in NOT_GENERATED:
             self.reset()
 

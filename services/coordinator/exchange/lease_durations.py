@@ -29,7 +29,7 @@ WINDOW = 256
 """Number of newest results from which the median is computed."""
 
 LONGEST_STEP_S = 10.0
-"""Of the seconds between two checks, at most this many are counted: in a longer gap the coordinator stood still."""
+"""Largest number of seconds that are counted between two checks: in a longer gap the coordinator stood still."""
 
 
 class LeaseDurations:

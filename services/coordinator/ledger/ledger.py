@@ -372,7 +372,7 @@ class Ledger(LedgerFile):
     # Books
 
     def groups_by_state(self, run_id: str) -> dict[str, int]:
-        """Return the number of training groups by state; ended ones by durable counters."""
+        """Return the number of training groups by state; ended groups are counted durably."""
         counts = self.group_queries.num_open(run_id)
         ended = self.counters(run_id)
         counts |= {name.removeprefix("groups:"): n for name, n in ended.items() if name.startswith("groups:")}

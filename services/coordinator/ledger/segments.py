@@ -197,9 +197,9 @@ class PayloadStore:
         self._files: dict[int, SegmentFile] = {}
         """Segments open for reading, the newest opened last. The key is the segment's number."""
         self._end: SegmentWriter | None = None
-        """Segment that is appended to."""
+        """Newest segment, which `append` writes."""
         self._cipher: SegmentCipher | None = None
-        """Cipher of the segment that is appended to."""
+        """Cipher of the newest segment, which `append` writes."""
         self._recent: dict[tuple[int, int], Record] = {}
         """The newest records, the oldest first. The key is the record's segment and start."""
         self._recent_bytes = 0
@@ -428,7 +428,7 @@ class SegmentWriter:
             position, self.size = position + whole, self.size + whole
 
     def _set_direct(self, direct: bool) -> bool:
-        """Set or clear O_DIRECT; return whether it changed. A file system without it refuses flag or first write."""
+        """Set or clear O_DIRECT; return whether the flag changed. Some file systems refuse it, or the first write."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         new_flags = flags | O_DIRECT if direct else flags & ~O_DIRECT
         try:

@@ -139,7 +139,7 @@ class Member:
     expelled: bool = False
     """True if the worker missed a deadline for a version; it is not in the roster until it reports that it is ready."""
     named_in: int = 0
-    """Number (epoch) of the roster that the worker entered last; reports on earlier rosters do not concern it."""
+    """Number (epoch) of the roster that the worker entered last; reports on earlier rosters are ignored."""
     draining: bool = False
     """True if the worker is stopping; it leaves when it has returned its leases and tasks."""
     session: int = 0
@@ -147,7 +147,7 @@ class Member:
     world_size: int = 0
     """Number of a learner's ranks; 0 if unknown."""
     learner_id: str = ""
-    """Id that a learner's ranks share if there are several; it must not be shown."""
+    """Id, never shown, that the ranks of a learner with several ranks share."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     """Secret that is sent with Welcome and required in every request to the exchange; new for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)

@@ -42,7 +42,7 @@ def _read(method: str) -> Any:
 
 class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
     def __init__(self, path: Path, members: Members, committed: Ledger):
-        """`path` is the ledger's; `committed` is a read-only connection of the event loop's thread."""
+        """The ledger is at `path`; `committed` is a read-only connection of the event loop's thread."""
         self._path = path
         self._members = members
         self._committed = committed

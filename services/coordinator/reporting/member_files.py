@@ -133,7 +133,7 @@ class TokenFiles:
 
 
 def path_of(directory: Path, run_id: str, step: int) -> Path:
-    """Return the file of a step; `directory` is the ledger's."""
+    """Return the file of a step below `directory`, the ledger's folder."""
     return directory / TOKEN_FOLDER / run_id / f"{step:020d}.bin"
 
 

@@ -27,7 +27,7 @@ class MetricsFiles:
     """The metrics files of one run, in its directory. Methods raise OSError."""
 
     def __init__(self, directory: Path, *, tensorboard: bool, next_step: int, is_ahead: IsAhead):
-        """`next_step` is the run's in the ledger; `is_ahead` returns whether the ledger does not know a line."""
+        """`next_step` comes from the ledger; `is_ahead` returns whether the ledger does not know a line."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         path = directory / METRICS_NAME

@@ -38,7 +38,7 @@ class ServerLimits:
     unanswered: int = 4096
     """Largest number of a member's unanswered requests. Parked ones do not count: a member parks one of a kind."""
     wait_s: float = 30.0
-    """Seconds. A request is parked for at most this long, even if it asks for a longer wait."""
+    """Longest time, in seconds, for which a request is parked, even if the request asks for a longer wait."""
     tick_s: float = 0.2
     """Seconds after which parked requests are checked without an event, because time alone changes some answers."""
     store_again_s: tuple[float, float] = (0.2, 10.0)

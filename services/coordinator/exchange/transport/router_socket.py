@@ -52,7 +52,7 @@ def key_of(frame: zmq.Frame) -> bytes:
 
 
 MAX_FRAMES = 16
-"""Largest number of payload frames that are read of a message. No request has as many."""
+"""Largest number of payload frames that are read of a message; more than any request has."""
 
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """Events of peers without CURVE, and of peers that replay another connection's bytes."""
@@ -69,7 +69,7 @@ class PendingRequest:
     """Size of the request's frames together, in bytes."""
     header_size: int = 0
     is_counted: bool = False
-    """True while the request counts as an unanswered one of its member."""
+    """True while the request counts as an unanswered request of its member."""
 
     @property
     def request(self) -> pb.ExchangeRequest:
@@ -212,7 +212,7 @@ class ExchangeSocket:
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
-        """Send a reply without blocking. Drop it if the peer is gone or does not read, because the peer asks again."""
+        """Send a reply without blocking. If the peer is gone or does not read, drop the reply: the peer asks again."""
         frames = [identity, reply.SerializeToString(), *payloads]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)

@@ -55,7 +55,7 @@ LEASES_AT_ONCE = 16
 """Largest number of lease requests that are answered together; data that they share are read and written once."""
 
 OTHERS_AT_ONCE = 16
-"""Largest number of requests, other than lease requests, that share a savepoint, because one costs a statement."""
+"""Largest number of requests, other than lease requests, that share a savepoint: each savepoint costs a statement."""
 
 MAX_SYNC_BYTES = 4 << 20
 """Bytes of groups stored at a time. A larger sync moves more bytes a second, but delays all that needs the disk."""
