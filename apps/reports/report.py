@@ -121,7 +121,7 @@ def report(run: str, out: Path | None, verifies: bool, directory: Path, coordina
         records = source.records
         blocks = [*_outcome(facts), *_books(records, run_id)]
         blocks += _verified(records.verify(run_id).problems) if verifies else []
-        blocks += curve_blocks([curves_of(source, run_id, facts["state"])])
+        blocks += curve_blocks([curves_of(source, run_id, facts["state"])], tabled=True)
         blocks += [*_completions(_samples(source, run_id)), *_warnings(records, run_id)]
         blocks += [*_checkpoints(records, run_id), *_spec(records, run_id)]
     write_whole(destination, page(run_id, blocks))

@@ -74,17 +74,28 @@ def curves_page(runs: Sequence[RunCurves]) -> str:
     return page(names, [["heading", 1, names], *key, *curve_blocks(runs)])
 
 
-def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
+def curve_blocks(runs: Sequence[RunCurves], *, tabled: bool = False) -> list[Block]:
     """Return the blocks with a chart for each metric that the runs have. The charts are grouped by the parts of the
-    table of metrics, and each run has the same colour in all of them."""
+    table of metrics, and each run has the same colour in all of them. If `tabled`, a table instead of charts has the
+    metrics that never moved."""
     blocks: list[Block] = []
+    constant: list[list[str]] = []
     for kind, rows in (("train", [run.steps for run in runs]), ("eval", [run.evaluations for run in runs])):
         metrics = dict.fromkeys(name for each in rows for row in each for name in row if name not in NO_METRICS)
         for title, members in _by_part(kind, metrics):
             figures = [_figure(kind, name, runs, [points(each, name) for each in rows]) for name in members]
-            shown = [figure for figure in figures if figure["lines"]]
+            figures = [figure for figure in figures if figure["lines"]]
+            still = [figure for figure in figures if tabled and all(map(_is_still, figure["lines"]))]
+            shown = [figure for figure in figures if figure not in still]
+            constant += [[each["title"], ", ".join(f"{row['ys'][0]:g}" for row in each["lines"])] for each in still]
             blocks += [["heading", 2, title], ["charts", shown]] if shown else []
+    if constant:
+        blocks += [["heading", 2, "Metrics that never moved"], ["table", "Constant metrics", ["metric", "value"], constant]]
     return blocks or [["text", "No value is recorded yet.", "hint"]]
+
+
+def _is_still(line: dict[str, Any]) -> bool:
+    return len(line["ys"]) > 1 and len(set(line["ys"])) == 1
 
 
 def _by_part(kind: str, names: Iterable[str]) -> list[tuple[str, list[str]]]:

@@ -248,8 +248,8 @@ def pairs(
     if as_json:
         print_json(report.facts())
         return
-    held = f", of which {report.pairs_held_out:,} are held out" if held_out else ""
-    click.echo(f"{report.pairs:,} pairs of {report.prompts_used:,} of {report.prompts:,} prompts{held}")
+    held = f"; {report.pairs_held_out:,} pairs are held out" if held_out else ""
+    click.echo(f"{report.pairs:,} pairs from {report.prompts_used:,} of {report.prompts:,} prompts{held}")
     click.echo(f"{report.traces_used:,} of {report.traces:,} traces are used")
     for what, counts in (("traces", report.left_out), ("pairs", report.pairs_left_out)):
         for reason, number in counts.most_common():
@@ -363,7 +363,7 @@ def _row(better: Trace, worse: Trace, high: float, low: float) -> dict[str, Any]
         "prompt": better.prompt,
         "chosen": completion(better),
         "rejected": completion(worse),
-        "margin": high - low,
+        "margin": round(high - low, 9),
         "chosen_reward": high,
         "rejected_reward": low,
         **({"tools": better.tools} if better.tools else {}),

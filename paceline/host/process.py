@@ -3,11 +3,15 @@ platforms than Linux."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
 import resource
 import signal
 import sys
+import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from paceline.errors import InvalidInput
@@ -47,12 +51,30 @@ def keep_private() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def end_with(command: Callable[[], object]) -> NoReturn:
+    """Run a console command and its exit handlers, and end the process with its status. Nothing waits for threads of
+    libraries: gRPC's have kept a process for minutes after the interpreter's end."""
+    status: object = 0
+    try:
+        command()
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    atexit._run_exitfuncs()
+    end_process(status if isinstance(status, int) else int(status is not None))
+
+
 def end_process(status: int = 0) -> NoReturn:
     """End a rank after all its work is done and saved, without the interpreter's finalisation. Exit handlers do not
     run.
 
     A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL for it. During finalisation this unwinds the thread and aborts the process (`std::terminate` in `ProcessGroupGloo::runLoop`; seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group` does not join the thread while any DTensor keeps the group. A thread that reads weights and is not joined aborts in the same way when it drops a tensor over shared memory.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a reader that has gone, or a closed stream
+            stream.flush()
     os._exit(status)

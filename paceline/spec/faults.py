@@ -53,8 +53,11 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
     if item["type"] == "extra_forbidden":
         return unknown_key(location, value, algorithm)
     if item["type"] == "missing":
-        whole = dotted(location) in keys()
-        return [f"{typed}: missing; {'every spec must set it' if whole else 'the list is too short'}"]
+        if dotted(location) in keys():
+            return [f"{typed}: missing; every spec must set it"]
+        return [
+            f"{_typed(location[:-1])}: too short, because value {location[-1] + 1} is missing (got {reprlib.repr(value)})"
+        ]
     if item["type"] == "value_error":
         return [f"{typed}: {message}" if typed else message]
     union = _union_above(location)
@@ -88,6 +91,8 @@ def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
         return f"there is none, because {entry.none}"
     if entry.place:
         rest = path.removeprefix(entry.name.removesuffix(".*")).lstrip(".")
+        if rest and f"{entry.key}.{rest}" not in keys() and (guesses := _elsewhere(rest)):
+            return f"write {_listed(guesses)}"
         return f"{entry.place}; write {entry.key}.{rest}" if rest else entry.place
     name = path if entry.name.endswith(".*") else entry.name
     whose = f"{entry.library}'s {name!r}" if entry.library else repr(name)
@@ -200,8 +205,16 @@ def value_fault(key: str, item: Any) -> str:
         return _with(f"is a section: keys with values, such as {_example(key)}", hint)
     if kind in ("too_long", "too_short", "missing_argument"):
         return _with(f"must have {context.get('max_length', context.get('min_length'))} values", hint)
+    if kind == "string_type" and isinstance(value, dict | list):
+        return f"must be a text; put it into quotes, because YAML reads this one as a {kind_of(value).split()[-1]}"
     words = _KINDS.get(kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type"))
     return _with(words or str(item["msg"]), hint)
+
+
+def kind_of(value: Any) -> str:
+    """Return a clause with the kind of a value that YAML has read, such as "is a list"."""
+    names = {dict: "is a mapping", list: "is a list", str: "is a text", type(None): "is empty"}
+    return names.get(type(value), f"is a {type(value).__name__}")
 
 
 def _with(clause: str, hint: str) -> str:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from paceline.errors import SpecError
 from paceline.host.regular_file import open_regular
 from paceline.spec import RewardFunctionSection, RunSpec, bounded_yaml
-from paceline.spec.faults import explain, unknown_key
+from paceline.spec.faults import explain, kind_of, unknown_key
 from paceline.spec.foreign import look_up, table
 from paceline.spec.keys import keys
 from paceline.spec.sections.user_code import EnvironmentSection
@@ -84,9 +84,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     if excess := bounded_yaml.excess(tree):
         raise SpecError(f"{path} {excess}")
     if not isinstance(tree, dict):
-        raise SpecError(
-            f"{path} holds {type(tree).__name__}, but a spec is a mapping of sections{hint_by_suffix(path)}"
-        )
+        raise SpecError(f"{path} {kind_of(tree)}, but a spec is a mapping of sections{hint_by_suffix(path)}")
     return tree
 
 
@@ -134,7 +132,7 @@ def _tree_of(text: str) -> dict[str, Any]:
 
 def _mapping(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise SpecError(f"the spec is {type(tree).__name__}, but it must be a mapping of sections")
+        raise SpecError(f"the spec {kind_of(tree)}, but it must be a mapping of sections")
     return tree
 
 

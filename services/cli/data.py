@@ -89,7 +89,18 @@ MAX_COMPARED = 100_000
 """At most this many rows, from the start of the training data, are compared with the evaluation sets."""
 
 
-@click.group()
+class DataGroup(click.Group):
+    """The commands on data. If a spec stands in place of a command, the error names the command."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands and Path(args[0]).suffix in (".yaml", ".yml", ".json"):
+            ctx.fail(f"No such command {args[0][:80]!r}; did you mean `paceline data inspect {args[0][:80]}`?")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=DataGroup)
 def data() -> None:
     """Show the data of a spec (data inspect SPEC), or write them prepared (data prepare SPEC FILE)."""
 

@@ -6,10 +6,12 @@ Promise: help is instant and imports neither torch nor gRPC, and a user's mistak
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import click
 
 from paceline import __version__
-from paceline.host.process import keep_no_core
+from paceline.host.process import end_with, keep_no_core
 from paceline.services.cli.lazy import LazyGroup, Sections
 
 
@@ -106,6 +108,11 @@ def main() -> None:
     Start with `paceline doctor` and `paceline demo`; your own run is `paceline up spec.yaml`.
     """
     keep_no_core()
+
+
+def console() -> NoReturn:
+    """Entry point of the console script."""
+    end_with(main)
 
 
 SERVICES = {

@@ -22,6 +22,7 @@ from paceline.calls.token import TOKEN_NAME, make_token, token_path
 from paceline.errors import InvalidInput, PacelineError
 from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.files.storage import store_root
+from paceline.host.process import end_with
 from paceline.host.resources import keep_freed_memory
 from paceline.services.common.access.callers import TokenCallers
 from paceline.services.common.access.insecure import check_host, insecure_option
@@ -364,4 +365,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

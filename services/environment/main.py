@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from paceline.host.process import keep_private
+from paceline.host.process import end_with, keep_private
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.options import functions_from_option, linux_only, token_file_option, worker_options
 from paceline.services.common.processes.starting import (
@@ -93,4 +93,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

@@ -56,6 +56,8 @@ DASHBOARD = "dashboard"
 TRACKERS = "trackers"
 READERS = (DASHBOARD, TRACKERS)
 """Services that read the coordinator's records; nothing waits for them."""
+BEHIND = ("nice", "-n", "10")
+"""Launcher of these services: the others get the processor first."""
 ROLES = (*WORKERS, "coordinator", *READERS)
 NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
@@ -320,7 +322,8 @@ class LocalCluster:
         return next((index for index, service in enumerate(services) if service.has_ended), len(services))
 
     def _command(self, role: str, arguments: list[str]) -> list[str]:
-        return [*self._launchers.get(role, ()), sys.executable, "-m", *arguments]
+        launcher = self._launchers.get(role, BEHIND if role in READERS else ())
+        return [*launcher, sys.executable, "-m", *arguments]
 
     def _environment(self, gpus: tuple[int, ...]) -> dict[str, str]:
         # Beside a GPU, threads copy and convert tensors; more processes than GPUs share these threads.

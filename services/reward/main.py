@@ -19,7 +19,7 @@ import click
 import grpc
 
 from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
-from paceline.host.process import keep_private
+from paceline.host.process import end_with, keep_private
 from paceline.reward.builtin import BUILTIN_FUNCTIONS
 from paceline.reward.runner import RewardRunner
 from paceline.services.common.access.token_guard import worker_guard
@@ -205,4 +205,4 @@ def _check_bounds(request: reward_pb2.ScoreRequest) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

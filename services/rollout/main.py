@@ -12,6 +12,7 @@ import click
 
 from paceline.errors import Unavailable
 from paceline.host.onednn import bound_caches
+from paceline.host.process import end_with
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.gpus import unused_gpus
 from paceline.services.common.options import device_option, linux_only, token_file_option, worker_options
@@ -121,4 +122,4 @@ def _device(device: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

@@ -75,11 +75,11 @@ export class ChartGroup {
       bands.push({ series: [at + 1, at], fill: colours[i] + "2b" });
     });
     const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 }, font: "11px system-ui" };
-    const format = (_, values) => values.map((v) => (v === null ? "" : Math.abs(v) >= 1e4 || (v && Math.abs(v) < 1e-3) ? v.toExponential(0) : String(Number(v.toPrecision(4)))));
     const chart = new uPlot({
       width: box.clientWidth, height, series, bands, legend: { show: false },
-      scales: { x: { time: times, distr: log ? 3 : 1, ...(places && { range: [-0.4, places.length - 0.6] }) } },
-      axes: [{ ...axis, size: times || places ? 42 : 28, values: times ? undefined : format, ...(places && named(places)) }, { ...axis, size: 52, values: format }],
+      scales: { x: { time: times, distr: log ? 3 : 1, ...(places && { range: [-0.4, places.length - 0.6] }) }, y: { range: (_, low, high) => extent(low, high) } },
+      axes: [{ ...axis, size: times || places ? 42 : 28, values: times ? undefined : (_, values) => labels(values), ...(places && named(places)) },
+        { ...axis, size: (_, texts) => Math.max(52, 18 + 7 * Math.max(0, ...(texts || []).map((text) => text.length))), values: (_, values) => labels(values) }],
       cursor: { sync: { key: this.sync.key }, drag: { x: true, y: false }, focus: { prox: 24 } },
       hooks: {
         setSelect: [(u) => { if (u.select.width > 4) { this.zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ width: 0, height: 0 }, false); } }],
@@ -92,6 +92,22 @@ export class ChartGroup {
     this.observer.observe(box);
     if (this.range) chart.setScale("x", { min: this.range[0], max: this.range[1] });
   }
+}
+
+/** Return the texts of an axis's ticks, with as many digits as the distance between two ticks needs. */
+export function labels(values) {
+  const numbers = values.filter((v) => v !== null), largest = Math.max(0, ...numbers.map(Math.abs));
+  const exponent = largest >= 1e4 || (largest && largest < 1e-3);
+  const text = (v, digits) => (exponent && v ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits))));
+  const error = Math.min(...numbers.slice(1).map((v, i) => Math.abs(v - numbers[i]))) / 20;
+  const digits = [1, 2, 3, 4, 5, 6, 7].find((d) => numbers.every((v) => Math.abs(Number(text(v, d)) - v) < error)) ?? 8;
+  return values.map((v) => (v === null ? "" : text(v, digits)));
+}
+
+/** Return the limits of a vertical axis; around one value they are near it, and 0 has an axis to 1. */
+export function extent(low, high) {
+  if (low === null || low === high) return low ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : [0, 1];
+  return uPlot.rangeNum(low, high, 0.1, true);
 }
 
 /** Return how opaque a line is, as the end of its colour. */

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ import click
 from paceline.calls.connection import checked_address, is_loopback
 from paceline.client import Client
 from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.files.names import LEDGER_NAME
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
 from paceline.services.cli.running.progress import Shown, shown_options
@@ -22,7 +25,8 @@ from paceline.services.common.options import (
     print_json,
     recorded_option,
 )
-from paceline.spec import RunSpec
+from paceline.services.local.cluster import LocalCluster
+from paceline.spec import ClusterSection, RunSpec
 
 if TYPE_CHECKING:
     from paceline.v1.status_pb2 import PoolStatus, StatusResponse
@@ -97,11 +101,33 @@ def watch(run: str, after: int, coordinator: str, directory: Path | None, shown:
 @click.command()
 @click.argument("run")
 @coordinator_option
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="End a run of this folder, in which no coordinator works: one is started for this call.",
+)
 @json_option
-def cancel(run: str, coordinator: str, as_json: bool) -> None:
+def cancel(run: str, coordinator: str, directory: Path | None, as_json: bool) -> None:
     """End a run; its checkpoints stay."""
-    with Client(coordinator) as client:
+    with _called(coordinator, directory) as client:
         _say(render.run_facts(client.cancel(run)), as_json)
+
+
+@contextlib.contextmanager
+def _called(coordinator: str, directory: Path | None) -> Iterator[Client]:
+    """Open a client of the coordinator, or of one that works in `directory` until the end of the block."""
+    if directory is None:
+        with Client(coordinator) as client:
+            yield client
+        return
+    if not (directory / LEDGER_NAME).is_file():
+        raise NotFound(f"no ledger in {directory}; name the coordinator's --directory")
+    cluster = LocalCluster(directory, ClusterSection(), gpus=())
+    try:
+        with Client(cluster.start_coordinator()) as client:
+            yield client
+    finally:
+        cluster.stop()
 
 
 @click.command()

@@ -15,7 +15,7 @@ import click
 from paceline.client import Client
 from paceline.errors import SpecError
 from paceline.services.cli.running.progress import Shown, shown_options
-from paceline.services.cli.running.up import run_here
+from paceline.services.cli.running.up import no_page_option, run_here
 from paceline.services.cli.running.watching import follow
 from paceline.services.common.access.insecure import check_coordinator, insecure_option
 from paceline.services.common.options import directory_option
@@ -53,6 +53,7 @@ def _command(algorithm: str) -> click.Command:
     )
     @insecure_option
     @directory_option
+    @no_page_option
     @shown_options
     def train(**options: Any) -> None:
         _train(algorithm, **options)
@@ -66,11 +67,12 @@ def _train(
     overrides: tuple[str, ...],
     coordinator: str | None,
     directory: Path,
+    no_page: bool,
     shown: Shown,
 ) -> None:
     loaded = load_for(algorithm, spec, overrides)
     if coordinator is None:
-        run_here(loaded, directory, host="127.0.0.1", port=None, keep=False, shown=shown)
+        run_here(loaded, directory, host="127.0.0.1", port=None, keep=False, shown=shown, page=not no_page)
         return
     with Client(coordinator) as client:
         follow(client, client.submit(loaded).run_id, shown=shown)

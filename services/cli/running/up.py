@@ -56,6 +56,9 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
     return bounds
 
 
+no_page_option = click.option("--no-page", is_flag=True, help="Do not start the page that shows the runs in a browser.")
+
+
 @click.command()
 @click.argument("spec", required=False, type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
@@ -73,7 +76,7 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
     "--port", type=int, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
 )
 @click.option("--keep", is_flag=True, help="Keep the services after the run has ended, until Ctrl-C.")
-@click.option("--no-page", is_flag=True, help="Do not start the page that shows the runs in a browser.")
+@no_page_option
 @click.option(
     "--resume",
     "resumed",

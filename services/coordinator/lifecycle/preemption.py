@@ -1,4 +1,5 @@
-"""Preemption by a queued run of a higher priority, and the limit of a run's hours.
+"""Preemption by a queued run, if it has a higher priority or if a person must resume the active run, and the limit of a
+run's hours.
 
 The preempted run first yields: no group is leased and no batch is fixed, so the learner trains the batch that it has
 and writes an ordered checkpoint. Then the run is queued again with its open groups, and later continues from that
@@ -87,6 +88,8 @@ class Hours:
 
 CHECKPOINT_WAIT_S = 600.0
 """Seconds for which the preempting run waits for the checkpoint: enough for a long step and a slow object store."""
+PAUSED_WAIT_S = 60.0
+"""The same for a paused run, which is between two steps."""
 
 log = logging.getLogger(__name__)
 
@@ -103,14 +106,14 @@ class Preemption:
         """Session and step of the newest checkpoint that was ordered."""
 
     async def check(self, now_s: float | None = None) -> None:
-        """Let the run yield to one of a higher priority, and queue it after its checkpoint. At every tick."""
+        """Let the run yield to one of a higher priority, or to any if a person must resume it, and queue it after its
+        checkpoint. At every tick."""
         now_s = time.monotonic() if now_s is None else now_s
         run = self._exchange.active
         if run is None:
             return
         first = next(iter(self._ledger.queue()), None)
-        ends_soon = self._ledger.run(run.run_id)["next_step"] >= self._exchange.num_steps(run)
-        if first is None or first["priority"] <= self._ledger.priority(run.run_id) or ends_soon:
+        if first is None or not (self._is_held(run) or self._is_less(run, first)):
             await self._go_on(run)
             return
         if not self._exchange.yields_to:
@@ -118,6 +121,15 @@ class Preemption:
             await self._yield(run, first)
         if self._is_ready(run, now_s):
             await self._states.preempt(run.run_id, first["run_id"], first["priority"])
+
+    def _is_held(self, run: ActiveRun) -> bool:
+        """Return whether a run is paused until a person resumes it."""
+        return self._ledger.run(run.run_id)["state"] == "paused" and self._context.delays.retried != run.run_id
+
+    def _is_less(self, run: ActiveRun, first: sqlite3.Row) -> bool:
+        """Return whether `first` has a higher priority than a run that does not end soon anyway."""
+        ends_soon = self._ledger.run(run.run_id)["next_step"] >= self._exchange.num_steps(run)
+        return bool(first["priority"] > self._ledger.priority(run.run_id) and not ends_soon)
 
     async def _go_on(self, run: ActiveRun) -> None:
         """Stop yielding, because the run of the higher priority was cancelled or this run is about to end."""
@@ -128,10 +140,11 @@ class Preemption:
 
     async def _yield(self, run: ActiveRun, first: sqlite3.Row) -> None:
         self._exchange.yields_to = first["run_id"]
+        later = "`paceline resume` queues it again" if self._is_held(run) else "it continues later"
         await self._context.watchers.warn(
             [
                 f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
-                f"{self._ledger.priority(run.run_id)}, writes a checkpoint and continues later"
+                f"{self._ledger.priority(run.run_id)}, writes a checkpoint, and {later}"
             ]
         )
 
@@ -140,14 +153,14 @@ class Preemption:
         row, learner = self._ledger.run(run.run_id), self._assignments.learner()
         if learner is None or not learner.connected or learner.ready_run != run.run_id:
             return True
-        if now_s - self._began_s >= CHECKPOINT_WAIT_S:
+        is_held = self._is_held(run)
+        limit_s = PAUSED_WAIT_S if is_held else CHECKPOINT_WAIT_S
+        if now_s - self._began_s >= limit_s:
             log.warning(
-                "run %s has no checkpoint after %.0f s; it will continue from an older one",
-                run.run_id,
-                CHECKPOINT_WAIT_S,
+                "run %s has no checkpoint after %.0f s; it will continue from an older one", run.run_id, limit_s
             )
             return True
-        if row["next_batch"] > row["next_step"]:
+        if row["next_batch"] > row["next_step"] and not is_held:
             return False
         newest = self._ledger.checkpoints.newest(run.run_id)
         if newest is not None and newest.step == row["next_step"]:

@@ -27,13 +27,17 @@ from paceline.spec.reading import spec_of_run, spec_to_yaml
 
 
 async def recover(context: RunContext) -> None:
-    """Write missing summaries, and read from the ledger whether the active run is retried automatically."""
+    """Write missing summaries, and read from the ledger whether a paused run is retried automatically, or lets the
+    queue go first."""
     for row in context.ledger.runs():
         if row["state"] not in ("queued", *ACTIVE_STATES):
             _summarize(context, row["run_id"])
     active = context.ledger.active_run()
-    if active is not None and active["state"] == "paused" and context.ledger.is_retried(active["run_id"]):
-        context.delays.retried = active["run_id"]
+    if active is not None and active["state"] == "paused":
+        if context.ledger.is_retried(active["run_id"]):
+            context.delays.retried = active["run_id"]
+        elif context.ledger.queue():
+            context.delays.passed_over.add(active["run_id"])
 
 
 async def warn_of_backup(context: RunContext) -> None:

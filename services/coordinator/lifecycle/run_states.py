@@ -53,7 +53,7 @@ class Delays:
     retried: str = ""
     """Id of the run that is paused and retried automatically."""
     passed_over: set[str] = field(default_factory=set)
-    """Ids of the runs that let other runs go first, because this version cannot read their specs."""
+    """Ids of the runs that let other runs go first: this version cannot read their specs, or a person must resume them."""
     start_again_s: float = 0.0
     """Monotonic time of the next attempt to start the run that is due."""
     waits_for: str = ""

@@ -52,7 +52,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClu
     with writer.ledger.transaction():
         for step in range(60):
             content = {"step": step, "time": 1.7e9 + step, "reward": step / 60, "age": 1.0, "loss": 0.5}
-            writer.ledger.add_event(RUN_ID, "step", content | {"rollout/wait_fraction": 0.5, "step_s": 1.0})
+            writer.ledger.add_event(
+                RUN_ID, "step", content | {"rollout/wait_fraction": 0.5, "step_s": 1.0, "logged/kind": 0.5}
+            )
         writer.ledger.add_event(RUN_ID, "warning", {"message": HOSTILE[:300]})
         spec_yaml = writer.ledger.run(RUN_ID)["spec_yaml"]
         writer.ledger.add_run(ENDED, spec_yaml, str(directory / "runs" / ENDED), 2)
@@ -234,6 +236,27 @@ def test_filters_lead_to_a_group_and_its_life(browser: Browser) -> None:
     page.get_by_label("Colour of tokens").select_option("version")
     page.locator(".tokens span.v1").first.wait_for(timeout=WAIT_MS)
     assert page.locator(".tokens").nth(1).locator("span").count() == 3
+
+
+TICKS = [
+    ([1e-4, 1.5e-4, 5e-5], ["1.0e-4", "1.5e-4", "5.0e-5"]),
+    ([0.9998, 1, 1.0002], ["0.9998", "1", "1.0002"]),
+    ([0, 20, 40], ["0", "20", "40"]),
+    ([None, 10_000, 12_500], ["", "1.00e+4", "1.25e+4"]),
+]
+
+
+def test_ticks_differ_and_an_axis_of_one_value_is_near_it(browser: Browser) -> None:
+    call = "async ([name, values]) => (await import('/static/charts.js'))[name](...values)"
+    for values, texts in TICKS:
+        assert browser.page.evaluate(call, ["labels", [values]]) == texts
+    assert browser.page.evaluate(call, ["extent", [0, 0]]) == [0, 1]
+    assert browser.page.evaluate(call, ["extent", [3, 3]]) == [2.7, 3.3]
+
+
+def test_values_that_a_reward_logged_have_a_chart(browser: Browser) -> None:
+    browser.open(f"run/{RUN_ID}")
+    assert browser.page.locator("figcaption", has_text="Logged by rewards").count() == 1
 
 
 def test_zoom_is_shared_by_all_charts(browser: Browser) -> None:

@@ -23,7 +23,7 @@ def writer(tmp_path: Path) -> Writer:
     writer.train_a_step()
     with writer.ledger.transaction():
         for step in range(3):
-            content = {"step": step, "time": 1.0, "reward": step / 4, "loss": 1.0, "age/0": 3}
+            content = {"step": step, "time": 1.0, "reward": step / 4, "loss": step, "age/0": step, "lr": 1e-5, "kl": 0.0}
             writer.ledger.add_event(RUN_ID, "step", content)
         writer.ledger.add_event(RUN_ID, "warning", {"message": HOSTILE[:100]})
     return writer
@@ -46,11 +46,13 @@ def test_a_report_has_every_section(report: Path) -> None:
     text = report.read_text()
     blocks = content_of(text)["blocks"]
     assert [block[2] for block in blocks if block[:2] == ["heading", 2]] == [
-        "Rewards of the batch", "Completions of the batch", "Loss and policy",
+        "Rewards of the batch", "Completions of the batch", "Loss and policy", "Metrics that never moved",
         "Best and worst completions of the last step", "Warnings",
         "Spec: differences from the defaults", "Spec",
     ]  # fmt: skip
     assert [chart["title"] for chart in charts_of(text)] == ["reward [reward]", "age/0 [groups]", "loss"]
+    (still,) = [block[3] for block in blocks if block[:2] == ["table", "Constant metrics"]]
+    assert sorted(row[1] for row in still) == ["0", "1e-05"]
     assert ["list", [HOSTILE[:100]]] in blocks
     assert ["text", "All records agree (paceline ledger verify).", "good"] in blocks
     assert blocks[-1][:2] == ["folded", "as YAML"]

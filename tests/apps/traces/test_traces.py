@@ -50,7 +50,7 @@ def test_pairs_are_rows_of_preferences_with_a_report(tmp_path: Path) -> None:
     files = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
     result = paceline("traces", "pairs", traces, files[0], *columns, "--held-out", "0.3", files[1])
     assert result.exit_code == 0, result.output
-    assert "20 pairs of 20 of 20 prompts" in result.output
+    assert "20 pairs from 20 of 20 prompts; 7 pairs are held out\n" in result.output
     assert "left out: 20 traces (reward from 0.5 to below 0.7)" in result.output
     pairs = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
     assert len(pairs[0]) + len(pairs[1]) == 20

@@ -246,9 +246,9 @@ BILLION = "\n".join(["a: &l0 [1, 1]", *(f"a{i}: &l{i} [{', '.join([f'*l{i - 1}']
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n- b", "holds list, but a spec is a mapping"),
+        ("- a\n- b", "is a list, but a spec is a mapping"),
         ("a: [1", "is not valid YAML"),
-        ("", "holds NoneType"),
+        ("", "is empty, but a spec is a mapping"),
         ("name: \xff", "is not UTF-8 text: invalid start byte at byte 6"),
         ("a: " + "[" * 500, "is nested more than 32 levels deep"),
         ("a: &a [*a]", "is nested more than 32 levels deep"),

@@ -40,6 +40,9 @@ def test_the_command_line_answers_in_one_line() -> None:
     result = paceline("sample", "grpo-1")
     assert result.exit_code == 2
     assert result.stderr.endswith("Error: No such command 'sample'; did you mean `paceline samples`?\n")
+    result = paceline("data", "gsm8k/grpo.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("did you mean `paceline data inspect gsm8k/grpo.yaml`?\n")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import { actions } from "./runs.js";
 const CHARTS = [
   ["Reward", ["reward"], "mean total reward of the batch; the band spans the least to the greatest step of a point"],
   ["Reward by function", ["reward/*"], "mean of each reward function", "reward/"],
+  ["Logged by rewards", ["logged/*"], "values that reward functions gave to log_metric", "logged/"],
   ["Quantiles of rewards", ["reward_p10/*", "reward_p50/*", "reward_p90/*"], "10th, 50th and 90th percentile over completions", "reward_"],
   ["Evaluation", ["reward", "accuracy", "loss", "pass@*"], "held-out prompts, by version", "", "evaluation"],
   ["Loss", ["loss"], "the objective's loss"],

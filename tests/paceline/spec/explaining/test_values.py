@@ -25,7 +25,13 @@ def refusal(override: str) -> str:
         ("grpo.val_at_end=maybe", "grpo.val_at_end: must be true or false (got 'maybe')"),
         ("policy.optimizer.lr=high", "policy.optimizer.lr: must be a number (got 'high')"),
         ("policy.optimizer.betas=0.9", "policy.optimizer.betas: must be a list (got 0.9)"),
-        ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas.1: missing; the list is too short"),
+        ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas: too short, because value 2 is missing (got [0.9])"),
+        (
+            "data.prompt_template=Human: {input}",
+            "data.prompt_template: must be a text; put it into quotes, because YAML reads this one as a mapping "
+            "(got {'Human': {'input': None}})",
+        ),
+        ("generation.model_name=x", "generation.model_name: unknown key; write policy.model_name or value.model_name"),
         ("loss_fn.veto=[1,2,3]", "loss_fn.veto: must have 2 values (got [1, 2, 3])"),
         (
             "policy.scheduler=cosine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -55,6 +56,21 @@ def test_runs_of_a_directory_are_listed(directory: Path) -> None:
         ("sums-2", "paused", 1),
     ]
     assert facts[0]["directory"] == str(directory / "sums-1")
+
+
+def test_a_paused_run_of_a_directory_is_cancelled_without_a_coordinator(directory: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    with contextlib.closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
+        copy.mkdir()
+        ledger.db.execute("VACUUM INTO ?", (str(copy / "ledger.sqlite"),))
+    result = paceline("cancel", "sums-2", "--directory", copy, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["state"] == "cancelled"
+    listed = paceline("runs", "--directory", copy, "--json").stdout.splitlines()
+    assert [json.loads(line)["state"] for line in listed] == ["succeeded", "cancelled"]
+    empty = paceline("cancel", "sums-2", "--directory", tmp_path)
+    assert empty.exit_code == 1
+    assert "no ledger in" in empty.stderr
 
 
 def test_a_recorded_run_is_shown_and_its_state_is_the_exit_status(directory: Path) -> None:

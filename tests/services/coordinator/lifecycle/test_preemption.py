@@ -11,6 +11,7 @@ from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.exchange import leases
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.preemption import CHECKPOINT_WAIT_S
+from paceline.services.coordinator.lifecycle.run_start import recover
 from paceline.v1 import run_pb2, worker_pb2
 
 
@@ -145,6 +146,43 @@ async def test_a_paused_run_makes_room_and_stays_paused(running: tuple[Plane, st
     assert states(plane.ledger)[run_id] == "queued"
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
     await becomes(plane, run_id, "running")
+
+
+async def test_a_paused_run_makes_room_for_an_equal_priority_also_with_a_batch_in_training(
+    running: tuple[Plane, str],
+) -> None:
+    plane, run_id = running
+    trainer = await training(plane, run_id)
+    with plane.ledger.transaction():
+        plane.ledger.update_run(run_id, next_batch=1)
+    await plane.runs.Pause(run_pb2.PauseRequest(run_id=run_id))
+    other = (await plane.submit(priority=-1)).run_id
+    assert (await trainer.hear("checkpoint")).run_id == run_id
+    trainer.say(checkpoint=checkpoint_of(plane, run_id, 0))
+    assert (await trainer.hear("run")).run_id == other
+    assert states(plane.ledger) == {run_id: "paused", other: "running"}
+    (warning,) = plane.ledger.rows("SELECT json FROM events WHERE run_id = ? AND kind = 'warning'", (run_id,))
+    assert "`paceline resume` queues it again" in warning["json"]
+
+
+async def test_a_restarted_coordinator_starts_the_queue_before_a_paused_run(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    await plane.runs.Pause(run_pb2.PauseRequest(run_id=run_id))
+    context = plane.coordinator.context
+    await recover(context)
+    assert context.delays.passed_over == set(), "nothing waits for its room"
+    await plane.submit(priority=-1)
+    await recover(context)
+    assert context.delays.passed_over == {run_id}
+
+
+async def test_a_run_that_is_retried_by_itself_keeps_its_place(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    await plane.coordinator.states.pause_on_fault(run_id, "no room", retried=True)
+    other = (await plane.submit(priority=0)).run_id
+    await plane.coordinator.preemption.check()
+    assert plane.coordinator.exchange.yields_to == ""
+    assert states(plane.ledger) == {run_id: "paused", other: "queued"}
 
 
 async def test_workers_of_a_preempted_run_get_the_other(running: tuple[Plane, str]) -> None:
