@@ -60,8 +60,7 @@ def chat(
 
 
 def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSpec:
-    """Return the settings to sample with from a run's export or from a model folder; with `scores` the model may be a
-    reward model. Raises NotFound, InvalidInput."""
+    """Return a spec to sample `model` (see `chat`); `scores` allows a reward model. Raises NotFound, InvalidInput."""
     if is_url(model):
         return _spec_of_folder(model)
     folder = Path(model).expanduser()
@@ -100,7 +99,6 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
 
 
 def with_generation(spec: RunSpec, **settings: Any) -> RunSpec:
-    """Return the spec with other settings of policy.generation."""
     generation = spec.policy.generation.model_copy(update=settings)
     return spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
 

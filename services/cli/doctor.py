@@ -1,8 +1,4 @@
-"""`paceline doctor`: checks of this machine (hardware, software, isolation of user code), and of a spec's files, GPUs
-and memory.
-
-Each finding is tested, not guessed, and names the remedy for a missing part; nothing is changed.
-"""
+"""`paceline doctor`: tests this machine, and a spec's files, GPUs and memory; changes nothing, and names each remedy."""
 
 from __future__ import annotations
 
@@ -68,11 +64,8 @@ def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_jso
 
 
 def examine_spec(spec: RunSpec, gpu_bytes: Sequence[int] | None = None, free_bytes: int | None = None) -> list[Finding]:
-    """Return whether this machine has the local files, the GPUs and the memory that the spec needs.
-
-    `gpu_bytes` are the sizes of the GPUs that torch can use, and `free_bytes` the host's free memory; by default both
-    are detected.
-    """
+    """Return whether this machine has the local files, the GPUs and the memory that the spec needs. If `gpu_bytes` (of
+    each GPU that torch can use) or `free_bytes` (of the host) is None, it is detected."""
     sizes = _gpus_of_torch() if gpu_bytes is None else gpu_bytes
     findings = [Finding("its files", "fault", text) for text in missing_paths(spec)]
     if named_in(spec.cluster):
@@ -136,8 +129,7 @@ REMEDY = "only code rewards need a sandbox: install bubblewrap, or use a kernel 
 
 
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
-    """Return which sandbox works on this machine, and its isolation of files, network, processes, memory and kernel. A
-    sandbox that `spec` names and that does not work is a `fault`."""
+    """Return which sandbox works here and what it isolates; one that `spec` names and that does not work is a `fault`."""
     from paceline.reward.sandbox.choosing import report
 
     found = report()

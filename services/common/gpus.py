@@ -1,9 +1,8 @@
-"""Finds the GPUs of this host, and divides them among the processes of `paceline up`.
+"""Finds the GPUs of this host, and divides them among the processes of `paceline up`; imports nothing heavy, not even
+torch.
 
-The promise: a host with GPUs never trains on CPUs silently. If a spec names no GPUs, they are divided by a rule that is
-shown on the screen; an impossible division is refused with the keys to set. Nothing heavy is imported, not even torch.
-
-A GPU has the number that CUDA has for it in this process: its index in CUDA_VISIBLE_DEVICES if that is set.
+Promise: a host with GPUs never trains on CPUs silently. If a spec names no GPUs, they are divided by a rule that is
+shown on the screen. A GPU has the number that CUDA has for it here: its index in CUDA_VISIBLE_DEVICES if that is set.
 """
 
 from __future__ import annotations
@@ -98,14 +97,11 @@ def named_in(cluster: ClusterSection) -> tuple[int, ...]:
 
 
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
-    """Return the `cluster` section with `number` GPUs divided among its roles, and a sentence about the division, which
-    is empty without GPUs.
-
-    GPUs in the spec stay, and the sentence names each role that computes on CPUs because the spec names no GPUs for it.
-    Otherwise all share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers
-    the others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without `rollout` the
-    learner gets all. Raises SpecError, with the keys to set, if no division is possible.
-    """
+    """Return the `cluster` section with `number` GPUs divided among its roles, and a sentence about the division (empty
+    without GPUs). GPUs in the spec stay, and the sentence names each role that computes on CPUs. Otherwise all share
+    a single GPU; of several the learner gets half, one for each rank, and the rollout workers the others; without
+    `rollout` the learner gets all. Numbers of ranks and workers that the spec does not set become those of the GPUs.
+    Raises SpecError, with the keys to set, if no division is possible."""
     if cluster.device == "cpu":
         unused = f"cluster.device is cpu, which leaves {_count(number)} of this host unused" if number else ""
         return cluster, unused

@@ -1,10 +1,6 @@
-"""The demo's task: `07+45=` → `250`, the sum's digits, least significant first.
-
-This order lets a left-to-right model work with one carry at a time. Problems are held out by a hash of the prompt, so
-no training answer ever shows a held-out one.
-
-The model is a two-layer Qwen3 with random weights, and the tokenizer has one token a character.
-"""
+"""The demo's task: `07+45=` → `250`, the sum's digits, least significant first, so that a left-to-right model works
+with one carry at a time. Problems are held out by a hash of the prompt, so no training answer ever shows a held-out
+one. The model is a two-layer Qwen3 with random weights, and the tokenizer has one token a character."""
 
 from __future__ import annotations
 
@@ -84,10 +80,8 @@ def make_model(
     heads: int = 4,
     characters: str = CHARACTERS,
 ) -> None:
-    """Write a randomly initialised model with its tokenizer to `directory`.
-
-    initializer_range is 0.05, because at the usual 0.02 a model this small stays on a plateau for thousands of steps.
-    """
+    """Write a randomly initialised model with its tokenizer to `directory`. initializer_range is 0.05, because at the
+    usual 0.02 a model this small stays on a plateau for thousands of steps."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar

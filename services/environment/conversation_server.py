@@ -1,15 +1,12 @@
-"""Serves agents over HTTP on this host's loopback, at a separate base URL for every sample.
-
-http://127.0.0.1:PORT/SECRET/v1
+"""Serves agents over HTTP on this host's loopback, at a separate base URL `http://127.0.0.1:PORT/SECRET/v1` for every
+sample.
 
 A program that accepts an OpenAI base URL needs nothing else: the secret identifies the conversation, and any API key is
-accepted. Promise: a request is answered only from its own conversation and after its turn is recorded. Requests of an
-ended conversation are refused. No request ends the service.
+accepted. Promise: a request is answered only from its own conversation and after its turn is recorded, so a stream
+sends all of it in a few events. Requests of an ended conversation are refused. No request ends the service.
 
 Order of waiting: a request waits for a turn of its conversation, which waits for a rollout worker and for the turn log.
 The end of a conversation cancels its requests.
-
-A turn is recorded before it is answered, so a stream sends all of it in a few events, in the public endpoint's formats.
 """
 
 from __future__ import annotations

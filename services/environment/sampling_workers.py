@@ -4,12 +4,10 @@ Promise: a turn is retried until it succeeds. If a worker drains, another contin
 refuses or cannot be reached, its tokens are lost and another worker is tried. Only two things end a turn without an
 answer: workers reject the request itself (InvalidInput), or the lease cannot continue here (`LeaseLost`).
 
-Order of waiting: a turn waits for a listed worker with new enough weights, then for its answer. An answer has no
-deadline, because a long one is no fault: gRPC's keepalive ends a silent connection, and a worker ends itself if its
-engine hangs (`services/rollout/run.py`).
-
-A conversation stays with its worker, whose prefix cache has its history, as long as that worker is listed, holds new
-enough weights and has not just failed. A new conversation goes to the worker with the fewest conversations.
+Order of waiting: a turn waits for a listed worker with new enough weights, then for its answer, without a deadline:
+gRPC's keepalive ends a silent connection, and a worker ends itself if its engine hangs (`services/rollout/run.py`). A
+conversation stays with its worker, whose prefix cache has its history, as long as that worker is listed, holds new
+enough weights and has not just failed. A new one goes to the worker with the fewest conversations.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 
 class RequiredWeights(NamedTuple):
-    """The weights that a lease requires."""
-
     oldest_step: int = 0
     """Step of the oldest version that may sample for the lease."""
     pinned: Version | None = None
@@ -145,8 +141,8 @@ class Pauses(NamedTuple):
 
 PAUSES = Pauses()
 SUSPECT_BREAKS = 2
-"""If this many answers of a turn were broken, the turn may be the reason why workers ended. Only one such turn is
-sampled at a time."""
+"""After this many broken answers a turn may be the reason why workers ended; only one such turn is sampled at a time.
+"""
 
 MAX_BREAKS = 4
 """If this many answers of a turn were broken, the turn counts as the reason why workers ended."""

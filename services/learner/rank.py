@@ -1,8 +1,6 @@
-"""One rank of the learner: waits for a run, works on it, and waits for the next.
-
-Rank 0 is the member that runs are assigned to; it broadcasts an assignment to the other ranks as plain bytes. Every
-rank has a connection to the exchange, for its parts of batches and its receipts.
-"""
+"""One rank of the learner: waits for a run, works on it, and waits for the next. Rank 0 is the member that runs are
+assigned to; it broadcasts an assignment to the other ranks as plain bytes. Every rank has a connection to the
+exchange, for its parts of batches and its receipts."""
 
 from __future__ import annotations
 
@@ -92,7 +90,6 @@ class LearnerRank:
         self._assignments: queue.Queue[bytes] = queue.Queue()
         self._assigned: worker_pb2.RunAssignment | None = None
         self.current_run: LearnerRun | None = None
-        """The run that this rank works on; None without one."""
         self.early_roster: worker_pb2.Epoch | None = None
         """Roster that arrived before this rank had set up the run."""
         self.server: GrpcServer | None = None
@@ -275,13 +272,11 @@ Key = tuple[str, str | int]
 
 
 class ReportQueue:
-    """Holds reports for `send`, which waits while there is no stream; bounded, however long that takes.
-
-    For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged
-    version, token statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end
-    of a run) wait in order and are never dropped; a session has a few of them. Any thread may make the queue and `put`
-    a report; `call` calls a function in the loop that runs `run`.
-    """
+    """Holds reports for `send`, which waits while there is no stream; bounded, however long that takes. For some
+    reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version,
+    token statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a
+    run) wait in order and are never dropped; a session has a few of them. Any thread may make the queue and `put` a
+    report; `call` calls a function in the loop that runs `run`."""
 
     def __init__(
         self,

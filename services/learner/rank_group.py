@@ -1,10 +1,10 @@
 """The device of a learner's rank, and the process group of its ranks, on sockets that only this host can reach.
 
-Ranks of one host meet in the file that their launcher passes to them (`launcher.py`): no rendezvous listens, and no
-message from outside is read. gloo's connections between ranks listen on loopback, whatever `--host` says; NCCL's on the
-interface of `--host`, because the process may also need NCCL towards other hosts. Ranks on several hosts meet in their
-nodes' rendezvous store (`nodes/launcher.py`), and gloo and NCCL take the interface by which this host reaches it. Ranks
-that another launcher started meet as torch's environment variables say.
+Ranks of one host meet in the file that their launcher passes to them (`launcher.py`). gloo's connections between them
+listen on loopback, whatever `--host` says; NCCL's on the interface of `--host`, because the process may also need NCCL
+towards other hosts. Ranks on several hosts meet in their nodes' rendezvous store (`nodes/launcher.py`), and gloo and
+NCCL take the interface by which this host reaches it. Ranks of another launcher meet as torch's environment variables
+say.
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _keep_to_this_host(host: str) -> None:
-    """Make gloo use the loopback interface, which others cannot reach, and NCCL the interface of `host`, by environment
-    variables."""
+    """Make gloo use the loopback interface, and NCCL the interface of `host`, by environment variables."""
     loopback = interface_of("127.0.0.1")
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -123,8 +122,7 @@ def _keep_to_this_host(host: str) -> None:
 
 
 def _keep_to_interface(host: str, address: str) -> None:
-    """For ranks on several hosts: make gloo and NCCL use the interface of `host`. If `host` has none, make them use the
-    interface of the route to `address`."""
+    """For several hosts: make gloo and NCCL use the interface of `host`, else that of the route to `address`."""
     name = interface_of(host) or interface_of(advertised_host("", "", address))
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

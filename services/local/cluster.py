@@ -5,11 +5,10 @@
 
 The services and the clients of this process find the coordinator's token by an environment variable with its path.
 
-Promises: every service has a separate log file under `<directory>/logs/`. A service that dies is restarted and its
-death is logged in one line; all services end with the cluster. A service that keeps dying is restarted with back-off
-while the others continue; only a coordinator that cannot start at all ends the cluster. The coordinator keeps its port
-when it is restarted, so its address stays the same. One cluster at a time works in a directory, because it takes the
-directory's lock before it touches anything there. The services themselves ensure that losing one loses no sample.
+Promises: every service has a log file under `<directory>/logs/`. A service that dies is restarted, with back-off if it
+keeps dying, and its death is logged in one line; all services end with the cluster. Only a coordinator that cannot
+start at all ends the cluster. The coordinator keeps its port, and so its address, when it is restarted. One cluster at
+a time works in a directory, because it takes the directory's lock before it touches anything there.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ GRACE_S = 25.0
 """Default of `grace_s`: seconds that a service may take to end after SIGTERM."""
 
 KILL_AFTER_S = 15.0
-"""A service is killed this many seconds after its grace, because leaving and unloading are not part of the grace."""
+"""Seconds after its grace at which a service is killed, because leaving and unloading are not part of the grace."""
 
 EXPLAIN_AFTER_S = 3.0
 """If services that must end have not ended after this many seconds, a line names them."""
@@ -83,11 +82,11 @@ class LocalCluster:
         gpus: Sequence[str] | None = None,
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free port; `grace_s` is every service's
-        `--grace`. `options` are further options of a role's command line. `launchers` are commands that start a
-        role's services, such as `ip netns exec NAME`. `say` gets one line for each death. If `max_deaths` is set, a
-        service that has died this often in a row is given up, and `check` then raises; it is for callers who prefer
-        a failure to waiting. `gpus` are this host's GPUs, by their names in CUDA_VISIBLE_DEVICES; by default they
-        are detected. Services get those GPUs that `cluster` names. Raises SpecError if the GPUs cannot be divided."""
+        `--grace`. `options` are further options of a role's command line, and `launchers` commands that start a
+        role's services, such as `ip netns exec NAME`. `say` gets one line for each death. A service that has died
+        `max_deaths` times in a row is given up, and `check` then raises (None: never). `gpus` are this host's GPUs,
+        by their names in CUDA_VISIBLE_DEVICES; by default they are detected. Services get those GPUs that `cluster`
+        names. Raises SpecError if the GPUs cannot be divided."""
         require_linux("LocalCluster")
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -131,9 +130,8 @@ class LocalCluster:
 
     def start_coordinator(self) -> str:
         """Start the coordinator, wait until it listens and return its address. Raises Conflict if another cluster works
-        in the directory. Raises PacelineError, with the end of the coordinator's log, if the coordinator ends before
-        it listens, because a second start would fail too. Waits without a limit for a coordinator that itself waits,
-        for example for room on the disk."""
+        in the directory; PacelineError, with the end of the coordinator's log, if it ends before it listens. Waits
+        without a limit for a coordinator that itself waits, for example for room on the disk."""
         self._lock.take()
         os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"
@@ -160,8 +158,8 @@ class LocalCluster:
         return self.address
 
     def start_workers(self) -> None:
-        """Start the workers and the learner; they find the coordinator by themselves. `cluster.environment_workers`
-        must be a number here, because the caller knows whether its runs have environments."""
+        """Start the workers and the learner, which find the coordinator. `cluster.environment_workers` must be a
+        number."""
         if self._visible and not named_in(self.cluster) and self.cluster.device != "cpu":
             self._say(
                 f"everything runs on CPUs, although this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
@@ -177,8 +175,8 @@ class LocalCluster:
                 self.add(role)
 
     def start_dashboard(self, port: int) -> Path:
-        """Start the dashboard of this coordinator, and return the file that will have its address; `port` 0 takes a
-        free port. Does not wait for the dashboard, because nothing depends on it."""
+        """Start the dashboard and return the file that will have its address, without waiting; `port` 0 takes a free
+        port."""
         ready_file = self.directory / "logs" / "dashboard.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
@@ -199,9 +197,8 @@ class LocalCluster:
         self._add(TRACKERS, ["paceline.apps.tracking.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
-        """Start one more service of `role` and return its name. If a removed service has ended, the new service gets
-        the name of the removed one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others
-        in turn."""
+        """Start one more service of `role` and return its name, the name of a removed service if that has ended. A
+        rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
         name = f"{role}-{self._free_index(role)}"
         role_options = {
             "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],
@@ -218,8 +215,8 @@ class LocalCluster:
         return name
 
     def remove(self, role: str) -> str:
-        """Terminate the newest service of `role` and return its name, without waiting. The service returns its work
-        within its grace, and is killed if it needs much longer. Raises NotFound without a service."""
+        """Terminate the newest service of `role` and return its name, without waiting. The service returns its work,
+        and is killed if it needs much longer than its grace. Raises NotFound without a service."""
         staying = [service for service in self._services[role] if service.stays]
         if not staying:
             raise NotFound(f"there is no {role} service to remove")
@@ -254,9 +251,8 @@ class LocalCluster:
         return self._service(role, index).log_path
 
     def kill(self, role: str, index: int = 0, number: signal.Signals = signal.SIGKILL) -> bool:
-        """Send a signal to a service and to all its processes. The service is restarted after half a second, and this
-        death does not count against the service. Return False if the service is just being restarted. Raises
-        NotFound."""
+        """Send a signal to a service and to all its processes. It is restarted after half a second, and this death does
+        not count. Return False if the service is just being restarted. Raises NotFound."""
         return self._service(role, index).kill(number)
 
     def check(self) -> None:
@@ -269,9 +265,8 @@ class LocalCluster:
         return self._failed.wait(timeout_s)
 
     def stop(self) -> None:
-        """End all services. The workers and the learner get SIGTERM first: the workers return their leases, and the
-        learner writes a checkpoint. Then the coordinator, which receives both, gets SIGTERM. A service that needs
-        longer than its grace is killed."""
+        """End all services: first the workers, which return their leases, and the learner, which writes a checkpoint,
+        then the coordinator, which receives both. A service that needs longer than its grace is killed."""
         for roles in ((*READERS, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:

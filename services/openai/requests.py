@@ -1,8 +1,6 @@
-"""Requests in the shape of the OpenAI API, checked before anything is generated.
-
-Unsupported fields are refused by name, never ignored, because a client would not notice the missing effect. Fields that
-change nothing about the completion (`user`, `metadata` …) are ignored.
-"""
+"""Requests in the shape of the OpenAI API, checked before anything is generated. Unsupported fields are refused by
+name, because a client would not notice the missing effect; fields that change nothing about the completion (`user`,
+`metadata` …) are ignored."""
 
 from __future__ import annotations
 
@@ -238,9 +236,7 @@ AUTO, NONE, REQUIRED = ToolChoice("auto"), ToolChoice("none"), ToolChoice("requi
 
 def read_tools(tools: Sequence[Json] | None) -> list[Json]:
     """Return the definitions in the API's form, `{"type": "function", "function": {...}}`, as templates take them.
-
-    Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are not an object.
-    """
+    Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are not an object."""
     if tools is not None and len(tools) > MAX_TOOLS:
         raise Unsupported(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are possible", "tools")
     seen: set[str] = set()

@@ -1,7 +1,4 @@
-"""Entry point of `paceline serve reward` (also `paceline-reward`).
-
-`RewardService` scores for any client of a reward worker, with or without a run.
-"""
+"""`paceline serve reward` (also `paceline-reward`): its options, and `RewardService`, which scores for any client."""
 
 from __future__ import annotations
 
@@ -175,8 +172,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return response
 
     def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
-        """Return the requested functions: those of the current run by name, else built-in ones. A client cannot name a
-        file."""
+        """Return the requested functions: the current run's by name, else built-in ones. A client cannot name a file."""
         used = {function.label: function for function in self._worker.functions}
         if not names and not used:
             raise Conflict("this worker has set up no run; name the functions to score with")

@@ -1,9 +1,6 @@
-"""The reward service: scores tasks of the coordinator's run.
-
-`RewardWorker` is a member of the pool; `paceline.services.reward.main` answers other clients. User functions run in
-separate processes (reward/), so they cannot stop the service. A run's reference, if the pool serves it, runs on a
-thread of the service. Started by `paceline serve reward` (also `paceline-reward`).
-"""
+"""The reward service (`paceline serve reward`): a member of the pool that scores tasks of the coordinator's run. User
+functions run in separate processes (reward/), so they cannot stop the service. A run's reference, if the pool serves
+it, runs on a thread of the service."""
 
 from __future__ import annotations
 
@@ -52,10 +49,8 @@ log = logging.getLogger(__name__)
 
 
 class RewardWorker:
-    """A member of the reward pool with at most one run at a time.
-
-    A failed set-up is retried with the back-off `pause` as long as the run is assigned.
-    """
+    """A member of the reward pool with at most one run at a time. A failed set-up is retried with the back-off `pause`
+    as long as the run is assigned."""
 
     def __init__(
         self,
@@ -130,8 +125,8 @@ class RewardWorker:
                 await self._score_forever(assignment.run_id, spec, runner)
 
     async def _bundled_spec(self, assignment: worker_pb2.RunAssignment) -> BundledSpec:
-        """Fetch the run's bundle; return the spec with the functions' files in it. Raises Unreadable for files that
-        this worker does not allow but another one may, and any error of the transfer."""
+        """Return the spec with the files of its bundle. Raises Unreadable for files that this worker does not allow,
+        and any error of the transfer."""
         spec, bundle = spec_of(assignment), assignment.bundle
         others = [reward.function for reward in spec.rewards if reward.function not in self.only]
         if self.only and others:

@@ -202,10 +202,9 @@ class Pace:
         self._empty_since_s = self._clock()
 
     def gauges(self, generated_tokens: int) -> dict[str, float]:
-        """Return the gauges of a heartbeat; `generated_tokens` counts the tokens of all completions that this worker ended.
-
-        The pace is that of the time until the newest completions, so it stays while a slow model decodes the next ones.
-        """
+        """Return a heartbeat's gauges; `generated_tokens` counts the tokens of all completions that this worker ended.
+        The pace is that of the time until the newest completions, so it stays while a slow model decodes the next
+        ones."""
         now_s, empty_s = self._clock(), self._empty_s
         if self._empty_since_s is not None:
             empty_s += now_s - self._empty_since_s
@@ -228,8 +227,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return the coroutines' results, in order. The first error cancels the other coroutines and is raised when they
-    have ended."""
+    """Return the coroutines' results. The first error cancels the others and is raised when they have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

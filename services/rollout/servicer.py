@@ -2,10 +2,10 @@
 workers.
 
 Requests of external clients wait behind the gate that they share with the HTTP endpoint
-(`services/rollout/openai/server.py`). Requests with a `session` are turns of the run's episodes: they enter the engine
-as leases do. A client that cancels its call, or whose connection breaks, ends the sequences of the call. A drain loses
-no token: those sampled by its deadline are returned with the finish reason `abort`, and another worker continues from
-them (`GenerateRequest.begun_ids`).
+(`services/rollout/openai/server.py`); those with a `session` are turns of the run's episodes, and enter the engine as
+leases do. A client that cancels its call, or whose connection breaks, ends the sequences of the call. A drain loses no
+token: those sampled by its deadline are returned with the finish reason `abort`, and another worker continues from them
+(`GenerateRequest.begun_ids`).
 """
 
 from __future__ import annotations

@@ -105,8 +105,7 @@ def replay(
 
 
 def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
-    """Return `spec`, which a coordinator has accepted, with dotted overrides. Raises SpecError; Conflict for an
-    override that would change the recorded batches."""
+    """Return `spec` with overrides. Raises SpecError; Conflict for an override that would change the recorded batches."""
     tree = yaml.safe_load(spec_to_yaml(spec))
     for override in overrides:
         if override.startswith(("data.", "rewards", "algorithm", "grpo.num_")):
@@ -157,8 +156,7 @@ def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dic
 def _written(
     lines: Iterator[dict[str, Any]], path: Path, recorded: Mapping[int, float], *, quiet: bool
 ) -> tuple[dict[str, Any], int]:
-    """Write the steps' metrics to a file and print them; return the checkpoint's line and the number of losses that
-    equal the recorded ones."""
+    """Write and print each step's metrics; return the checkpoint's line and how many losses equal the recorded ones."""
     saved: dict[str, Any] = {}
     equal_losses = 0
     with path.open("w") as metrics:

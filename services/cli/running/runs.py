@@ -153,8 +153,7 @@ def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> 
 
 
 def _shortage_here(spec: RunSpec, coordinator: str) -> str:
-    """Return a warning if the coordinator and its workers are on this machine and it has too little memory for the run;
-    empty otherwise."""
+    """Return a warning if coordinator and workers share this machine and its memory is too small; empty otherwise."""
     from paceline.host.resources import available_bytes
     from paceline.models.memory_estimate import shortage
 
@@ -229,8 +228,7 @@ def _row(pool: PoolStatus) -> list[str]:
 
 
 LEAVING_S = 30.0
-"""After its grace, a worker should leave within this many seconds: meanwhile it returns unfinished work, or writes a
-checkpoint."""
+"""Seconds after its grace in which a worker should leave: it returns unfinished work, or writes a checkpoint."""
 POLL_S = 0.2
 
 

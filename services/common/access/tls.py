@@ -1,5 +1,4 @@
-"""TLS for servers: gRPC credentials and HTTP contexts that present the folder's newest certificate to each connection,
-and the peer's identity and address of a call."""
+"""TLS for servers: credentials and contexts that present a folder's newest certificate, and the peer of a call."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ MAX_HOST = 64
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
     """Return the credentials of a gRPC port. With `mutual`, clients must present a certificate of the authority;
-    without it no certificate is requested, because gRPC for Python has no optional client certificates. Raises
-    InvalidInput."""
+    otherwise none is requested, because gRPC for Python has no optional client certificates. Raises InvalidInput."""
     given = _own(folder)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -63,8 +61,7 @@ def server_context(folder: TlsFolder) -> ssl.SSLContext:
 
 
 def identity_of_call(context: Any) -> Identity | None:
-    """Return the identity in a call's client certificate; None for a call without one. Raises InvalidInput for a
-    certificate without a role."""
+    """Return the identity in a call's client certificate, or None. Raises InvalidInput for one without a role."""
     pem = context.auth_context().get("x509_pem_cert")
     return identity_of(pem[0]) if pem else None
 

@@ -1,6 +1,5 @@
-"""Reports a worker's progress. Its log gets at most one line a period, so that an unattended service shows that it
-works. Its heartbeats get the mean share of its capacity in use since the previous heartbeat. It is a mean, because a
-sample once a second would miss work that takes milliseconds, or count it for a whole second."""
+"""Reports a worker's progress: a log line at most once a period, and with each heartbeat the mean share of its capacity
+in use. A sample once a second would miss work that takes milliseconds, or count it for a whole second."""
 
 from __future__ import annotations
 

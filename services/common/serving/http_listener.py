@@ -1,10 +1,8 @@
 """A port of an aiohttp application with bounded connections and bodies.
 
-Promise: the clients have a bounded number of connections, in total and from one address; a connection without a request
-is closed, and so is one whose client does not read its answer; a refused one gets an answer with the reason.
-
-The application's handlers and its server's protocol are aiohttp's; a `_Connection` stands between the protocol and its
-transport and notes the traffic. A task checks all of them every second.
+Promise: connections are bounded, in total and from one address, and a refused connection gets an answer with the
+reason; one without a request is closed, and so is one whose client does not read its answer. A `_Connection` between
+aiohttp's protocol and its transport notes the traffic, and a task checks all of them every second.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ MAX_CONNECTIONS = 512
 SHARE_OF_ADDRESS = 0.5
 """Share of the connections that one address may have, so that no address excludes all others."""
 IDLE_S = 75.0
-"""Seconds for which a connection may be without a request: before the first request is complete, or between two.
-Proxies keep idle connections for a minute."""
+"""Seconds for which a connection may wait for its first or its next request; proxies keep idle connections for a
+minute."""
 UNREAD_S = 30.0
 """Seconds for which a client may leave its answer unread."""
 CHECK_S = 1.0
@@ -112,7 +110,6 @@ class HttpListener:
 
     @property
     def scheme(self) -> str:
-        """Return `https` or `http`."""
         return "https" if self._encrypted and tls_folder() is not None else "http"
 
     async def close(self) -> None:
@@ -124,8 +121,7 @@ class HttpListener:
         await self._runner.cleanup()
 
     async def body(self, request: web.Request) -> bytes:
-        """Return the body of a request. Raises InvalidInput for a body that does not arrive in time, Busy if too many
-        are read."""
+        """Return the body of a request. Raises InvalidInput if it does not arrive in time, Busy if too many are read."""
         if self._bodies >= (self._limits[1] or MAX_BODIES):
             raise Busy(f"{self._bodies} requests are being read; try again")
         self._bodies += 1
@@ -169,7 +165,6 @@ class HttpListener:
         return ""
 
     def closed(self, connection: _Connection) -> None:
-        """Unregister a connection."""
         if self._connections.pop(connection.inner, None) is not None:
             self._of_address[connection.address] -= 1
             if not self._of_address[connection.address]:

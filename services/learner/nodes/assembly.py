@@ -1,10 +1,8 @@
-"""Node 0's decisions: the nodes that take part in the next session, and the end of a session.
-
-A node is present from its first heartbeat until it leaves or is silent. It joins again for each session, and as a new
-life if its process was started again. If one host has two lives of one position, the one that was started last counts.
-On two hosts the second one counts if the first has no more heartbeats; otherwise it is refused,
-because two hosts were given one position.
-"""
+"""Node 0's decisions: the nodes that take part in the next session, and the end of a session. A node is present from
+its first heartbeat until it leaves or is silent. It joins again for each session, and as a new life if its process
+was started again. Of two lives of one position on one host, the one that was started last counts. On two hosts the
+second one counts if the first has no more heartbeats; otherwise it is refused, because two hosts were given one
+position."""
 
 from __future__ import annotations
 
@@ -97,8 +95,7 @@ class Assembly:
         return present
 
     def check(self, now_s: float) -> SessionEnd | None:
-        """If the session is over, write the reason for all nodes and return it; return None while the session
-        continues."""
+        """If the session is over, write the reason for all nodes and return it; else return None."""
         assert self._session is not None
         session, before = self._session, dict(self._session.nodes)
         self._refresh(now_s)
@@ -158,8 +155,7 @@ class Assembly:
         self._keep_one_life(now_s)
 
     def _keep_one_life(self, now_s: float) -> None:
-        """For each position with several lives, keep the one that counts and remove the others. While it is undecided
-        which one counts, keep them all and mark them as contested."""
+        """Of several lives of a position keep the one that counts; mark all as contested while that is undecided."""
         counting: dict[int, Node] = {}
         for number in sorted(self._nodes):
             newer = self._nodes[number]

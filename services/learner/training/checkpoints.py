@@ -2,11 +2,11 @@
 
 A checkpoint that cannot be written causes a warning, and the run continues without it; only the last one is retried.
 All ranks call `load`, `begin`, `finish` and `save_last` at the same point. A separate thread deletes old checkpoints.
-Reading the checkpoint that the session begins from is retried (a mount may be late). After the last attempt, and at
-once if the checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
+Reading the session's first checkpoint is retried (a mount may be late). After the last attempt, and at once if the
+checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
 
 Checkpoints for an object store are written to this machine's spool and uploaded from there, while training continues
-even if the store does not answer (`learner/checkpoints/upload_queue.py`). They are reported once they are whole in the
+even if the store does not answer (`learner/checkpoints/upload_queue.py`), and reported once they are whole in the
 store. All ranks queue and drop them alike, and each has a part of the spool's quota.
 """
 
@@ -58,8 +58,8 @@ class NotShared(PacelineError):
 
 
 class SessionCheckpoints:
-    """One rank's part of a session's checkpoints. `report` sends the report of a complete checkpoint, `warn` a warning
-    about a failed one."""
+    """One rank's part of a session's checkpoints. `report` sends the report of a complete one, `warn` a failed one's
+    warning."""
 
     def __init__(
         self,
@@ -83,13 +83,12 @@ class SessionCheckpoints:
         folder = self._directory if self._uploads is None else self._uploads.folder
         self._writer = CheckpointWriter(folder, assignment.session, shared=self._uploads is None)
         self._seconds: dict[int, float] = {}
-        """For each checkpoint that is not reported yet: the number of seconds that writing it took, by step."""
+        """Maps the step of each checkpoint that is not reported yet to the seconds that writing it took."""
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
-        """Check the folder on all ranks, before anything is loaded. Raises CheckpointFault if a checkpoint of this or a
-        later session exists, so that the session's number is taken; NotShared if a rank does not see the files of
-        rank 0: the same error on all ranks."""
+        """Check the folder on all ranks before loading. Raises the same error on all: CheckpointFault if a checkpoint
+        of this or a later session exists; NotShared if a rank does not see the files of rank 0."""
         if self._uploads is not None:
             self._uploads.device = device
         taken = broadcast_bytes(self._taken().encode()).decode()
@@ -164,9 +163,9 @@ class SessionCheckpoints:
         return self._writer.in_progress and not self._writer.ready
 
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
-        """Load the checkpoint that the session begins from. Raises CheckpointFault if the checkpoint is missing,
-        damaged or cannot be read, Misfit if it is of another model, WrongKey if it is encrypted with another storage
-        key, Unavailable if its object store does not answer: the same error on all ranks."""
+        """Load the session's first checkpoint. Raises the same error on all ranks: CheckpointFault if it is missing,
+        damaged or unreadable, Misfit for another model, WrongKey for another storage key, Unavailable if its store
+        does not answer."""
         if not self._assignment.checkpoint_path:
             return
         for pause_s in LOAD_PAUSES_S:
@@ -212,15 +211,13 @@ class SessionCheckpoints:
         self.saving = False
 
     def name_audit_head(self, sequence: int, record_hash: str) -> None:
-        """Name the newest record of the coordinator's audit log in later manifests, so that nobody can cut off the
-        log's end unnoticed."""
+        """Name the audit log's newest record in later manifests, so that nobody can cut off the log's end unnoticed."""
         if sequence:
             self._writer.extra = {"audit": {"sequence": sequence, "hash": record_hash}}
 
     def finish(self) -> str:
         """Wait for the checkpoint in progress, if there is one, and report it. If it could not be written, return the
-        reason on each rank that knows the reason, and an empty text on the others. The run continues, and the next
-        checkpoint is a new attempt."""
+        reason on each rank that knows the reason, and an empty text on the others; the run continues."""
         if not self._writer.in_progress:
             return ""
         self.saving, failure, saved = True, "", None

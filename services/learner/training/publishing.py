@@ -1,5 +1,4 @@
-"""Publishing of one run's weights: members that are named before the channel exists, the channel that the spec names,
-and its reports to the coordinator."""
+"""Publishing of one run's weights: members named before the channel exists, the spec's channel, and its reports."""
 
 from __future__ import annotations
 
@@ -64,8 +63,8 @@ class Publishing:
         self._roster: worker_pb2.Epoch | None = None
         """Newest roster of this run since the run began."""
         self._opening = threading.Lock()
-        """Lock that guards the channel and the roster, because a roster that comes while the channel opens must reach
-        the channel."""
+        """Lock that guards the channel and the roster: a roster that comes while the channel opens must reach the
+        channel."""
 
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
@@ -87,9 +86,8 @@ class Publishing:
             self._channel.write_snapshot()
 
     def publish(self, step: int, *, last: bool) -> None:
-        """Copy the model as version `step`; the copy is sent while the next step trains. If an engine has acknowledged
-        versions of an earlier session, the steps below the highest of these are not published again, except the last
-        step of the run."""
+        """Copy the model as version `step`; the copy is sent while the next step trains. Steps below the highest that
+        an engine has acknowledged from an earlier session are not published again, except the run's last step."""
         if self._channel is None or (step < self._assignment.publish_from_step and not last):
             return
         self._channel.publish(Version(self._assignment.session, step), self._model)

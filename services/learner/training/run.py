@@ -1,9 +1,7 @@
-"""The learner's work on one run, on each rank: next batch, train, publish, receipt, checkpoint.
-
-All ranks go through the same collectives in the same order: they agree before every step (`StepAgreement`), then come
-the step's own collectives, then gathering for publishing, checkpoint or export. Publishing to members happens in other
-threads and processes, from a staged copy, while the next step trains. No step waits for a rollout worker.
-"""
+"""The learner's work on one run, on each rank: next batch, train, publish, receipt, checkpoint. All ranks go through
+the same collectives in the same order: they agree before every step (`StepAgreement`), then come the step's own
+collectives, then gathering for publishing, checkpoint or export. Publishing to members happens in other threads and
+processes, from a staged copy, while the next step trains. No step waits for a rollout worker."""
 
 from __future__ import annotations
 
@@ -182,7 +180,7 @@ class LearnerRun:
 
     def _set_up(self) -> None:
         """Read everything that the spec names. A collective call: all ranks agree first, because a rank that cannot
-        read something would leave the others in their next collective. Errors raised later are raised on every rank."""
+        read would leave the others in their next collective. Later errors are raised on every rank."""
         spec = self.spec
         set_collective_timeout(LOADING_TIMEOUT_S)
         succeed_on_all_ranks(self._check_surroundings, self._rank.device)
@@ -430,9 +428,8 @@ class LearnerRun:
         self._reports.fail(error=message, step=self.step, **facts)
 
     def _end_at_step(self, error: Exception) -> None:
-        """End the session, and the process with it, because the state of the device's memory and of the other ranks'
-        collectives is unknown. The coordinator counts the failure against the step and gives the next process a new
-        session."""
+        """End the session and the process, because the state of the device's memory and of the other ranks' collectives
+        is unknown. The coordinator counts the failure against the step and begins a new session."""
         log.error("run %s: step %d cannot be trained", self.run_id, self.step, exc_info=error)
         kind, message = describe(error, self.spec, self._rank.device, self._longest)
         self._fail(f"{message} (rank {self._rank.rank})", fault=kind)

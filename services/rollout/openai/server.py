@@ -1,10 +1,8 @@
 """The HTTP endpoint: routes, errors in the API's shape, streams, and cancellation when a client disconnects.
 
 Order of waiting: a request waits in the gate for capacity, then for the engine. A client that disconnects cancels its
-request, and with it the sequences in the engine. Nothing here affects leases, token accounting or batches.
-
-Training comes first: leases enter the engine as they come, external requests through the gate, a few sequences at a
-time.
+request, and with it the sequences in the engine. Training comes first: leases enter the engine as they come, external
+requests through the gate, a few sequences at a time. Nothing here affects leases, token accounting or batches.
 """
 
 from __future__ import annotations
@@ -89,8 +87,8 @@ class Endpoint:
         recorder: Recorder | None = None,
     ) -> None:
         """`make_gate(batch_size)` returns the gate of an engine that decodes `batch_size` sequences at a time. The
-        `coordinator` identifies callers if the port requires a token; without a coordinator only the process's token
-        is valid. `recorder` stores answers and feedback."""
+        `coordinator` identifies callers if the port requires a token; without it only the process's token is valid.
+        `recorder` stores answers and feedback."""
         self._source = source
         self._recorder = recorder
         self._make_gate = make_gate
@@ -214,8 +212,8 @@ async def _stream(
     samplers: list[Sampler],
     record: Callable[[Sequence[Choice]], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream server-sent events. Errors after the first byte are events too. `record` is called with the choices before
-    the stream ends."""
+    """Stream server-sent events, also for errors after the first byte. `record` gets the choices before the stream
+    ends."""
     chunks: asyncio.Queue[list[Event] | None] = asyncio.Queue()  # bounded by the tokens that were requested
     opening = frame.begin(len(samplers))
 
