@@ -165,7 +165,6 @@ def examine_user_code() -> Finding:
 
 
 def _faults(spec: RunSpec) -> list[Finding]:
-    """Return a fault for each reward function whose sandbox does not work on this machine, unless other hosts score."""
     from paceline.reward.builtin import SETTINGS
 
     faults = []

@@ -11,7 +11,6 @@ from paceline.services.cli.lazy import LazyGroup, Sections
 
 
 def _in(module: str, **summaries: str) -> dict[str, tuple[str, str]]:
-    """Return entries for commands with these names in a module of this package."""
     return {name: (f"paceline.services.cli.{module}:{name}", line) for name, line in summaries.items()}
 
 

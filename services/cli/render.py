@@ -270,7 +270,6 @@ def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) 
 
 
 def answer(as_json: bool, facts: Any, text: str) -> None:
-    """Print the outcome of a command: the facts as JSON, or the text."""
     if as_json:
         print_json(facts)
     else:
@@ -284,7 +283,6 @@ def print_all(
     row: Callable[[Facts], list[str]],
     empty: str,
 ) -> None:
-    """Print a list of things: JSON lines, or a table with a `row` of cells for each."""
     if not as_json:
         print_table(columns, [row(each) for each in facts], empty=empty)
     for each in facts if as_json else ():

@@ -45,7 +45,6 @@ def memory_of_gpus() -> tuple[int, ...]:
 
 
 def _nvidia_smi(*options: str) -> str | None:
-    """Return the program's output; None if it is not installed, or does not work."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -92,7 +91,6 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def named_in(cluster: ClusterSection) -> tuple[int, ...]:
-    """Return all GPUs that a spec names."""
     return (*cluster.rollout_gpus, *cluster.learner_gpus, *cluster.reward_gpus)
 
 

@@ -53,8 +53,7 @@ def _token_file_option(*, exists: bool) -> Callable[[CommandT], CommandT]:
 
 
 token_file_option = _token_file_option(exists=False)
-"""Option --token-file of services. The file may be missing at first, because workers may start before the coordinator.
-"""
+"""Option --token-file of services. The file may be missing at first: workers may start before the coordinator."""
 caller_token_file_option = _token_file_option(exists=True)
 """Option --token-file of commands that call a coordinator; the file must exist."""
 functions_from_option = click.option(

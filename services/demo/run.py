@@ -112,7 +112,6 @@ def _train(client: Client, spec: RunSpec, title: str, screen: Screen) -> dict[st
 
 
 def _free(directory: Path) -> Path:
-    """Return `directory`, or a new folder in it if another coordinator uses it."""
     directory = directory.resolve()
     lock = directory / "ledger.sqlite.lock"
     if lock.exists():

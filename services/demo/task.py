@@ -22,7 +22,6 @@ def answer(a: int, b: int) -> str:
 
 
 def problem(a: int, b: int) -> str:
-    """Return the prompt: two numbers below 100 with two digits each."""
     return f"{a:02d}+{b:02d}="
 
 

@@ -146,7 +146,6 @@ class ConversationServer:
         return await _shaped(request, frame, answer, stream=bool(ask.stream))
 
     async def _chat_request(self, request: web.Request, ask: ChatAsk, messages: Sequence[Json]) -> AgentRequest:
-        """Return a chat request in the form that the conversation takes. Raises Unsupported."""
         self._check(ask)
         self._note_parameters(ask)
         effort = self._template.effort_kwargs(ask.reasoning_effort)
@@ -167,7 +166,6 @@ class ConversationServer:
         return opened
 
     async def _answer(self, opened: _Open, request: AgentRequest) -> AgentAnswer:
-        """Return the conversation's answer. Raises Conflict if the conversation ends first."""
         task = asyncio.ensure_future(opened.session.answer(request))
         opened.requests.add(task)
         task.add_done_callback(opened.requests.discard)
@@ -219,7 +217,6 @@ OVER = "this episode is over: the program may end"
 
 
 def _newest(answer: AgentAnswer) -> Version:
-    """Return the newest version among the tokens of a turn, which has at least one."""
     return max(Version(span.session, span.step) for span in answer.turn.spans)
 
 
@@ -261,7 +258,6 @@ def choice_of(answer: AgentAnswer) -> Choice:
 
 
 def events_of(frame: Frame, choice: Choice) -> list[Event]:
-    """Return all events of the stream that sends the choice."""
     whole = Delta(0, choice.parts, list(choice.token_ids), list(choice.logprobs), 0, 0, choice.spans)
     return [*frame.begin(1), *frame.add(whole), *frame.end(choice), *frame.finish([choice])]
 

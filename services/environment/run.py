@@ -78,7 +78,6 @@ class EnvironmentRun:
         self._groups: dict[int, asyncio.Task[None]] = {}
         """The task of each leased group, until the exchange has answered its result."""
         self._sizes: dict[int, int] = {}
-        """Number of samples of each leased group, by group id."""
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -261,8 +260,8 @@ class EnvironmentRun:
         )
 
     async def _return_lease(self, lease: pb.Lease, error: str = "", reason: str = "") -> None:
-        """Return a lease; its turns stay in the ledger. An `error` counts as a failure, final if `reason` rules out
-        others."""
+        """Return a lease; its turns stay in the ledger. An `error` counts as a failure, final if no attempt can
+        succeed."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,

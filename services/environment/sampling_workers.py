@@ -69,7 +69,6 @@ class WorkerList:
         self._num_conversations: Counter[str] = Counter()
         self._failed_until_s: dict[str, float] = {}
         self.num_moved = 0
-        """Number of conversations that have moved to another worker."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -141,8 +140,7 @@ class Pauses(NamedTuple):
 
 PAUSES = Pauses()
 SUSPECT_BREAKS = 2
-"""After this many broken answers a turn may be the reason why workers ended; only one such turn is sampled at a time.
-"""
+"""After this many broken answers a turn may be what ends workers; only one such turn is sampled at a time."""
 
 MAX_BREAKS = 4
 """If this many answers of a turn were broken, the turn counts as the reason why workers ended."""
@@ -184,7 +182,6 @@ class SamplingWorkers:
         self._changed = asyncio.Event()
         self._channels: dict[str, Any] = {}
         self._num_calls: Counter[str] = Counter()
-        """Number of unanswered calls, by address."""
         self._closing: set[asyncio.Future[None]] = set()
         self._suspects = asyncio.Lock()
         """Lock that is held while a turn is sampled that may be the reason why workers ended."""
@@ -272,7 +269,6 @@ class SamplingWorkers:
         return Answer(broken=began)
 
     def _drop_unused(self, listed: set[str]) -> None:
-        """Close the connections to workers that are off the list and have no unanswered call."""
         for address in [a for a in self._channels if a not in listed and not self._num_calls[a]]:
             del self._num_calls[address]
             closing = asyncio.ensure_future(self._channels.pop(address).close(None))
@@ -352,7 +348,6 @@ class LeasedTokens:
 
 
 def _read(response: rollout_pb2.GenerateResponse) -> Answer:
-    """Return the answer in a response. Raises ValueError if it is invalid."""
     if len(response.completions) != 1:
         raise ValueError(f"the answer has {len(response.completions)} completions, not 1")
     completion = response.completions[0]

@@ -85,7 +85,6 @@ class EnvironmentWorker:
         return returned
 
     async def _work_on(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Set up a run and work on it until it ends; return False if the set-up failed."""
         async with contextlib.AsyncExitStack() as opened:
             try:
                 run = await opened.enter_async_context(self._set_up(assignment))
@@ -102,8 +101,8 @@ class EnvironmentWorker:
 
     @contextlib.asynccontextmanager
     async def _set_up(self, assignment: worker_pb2.RunAssignment) -> AsyncIterator[EnvironmentRun]:
-        """Load the tokenizer and the user code of a run. Raises InvalidInput for unusable code, and any other set-up
-        error."""
+        """Load the tokenizer and the user code of a run. Raises InvalidInput for unusable code, and the set-up's
+        errors."""
         spec, bundle = spec_of(assignment), assignment.bundle
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the environment: {why}")

@@ -33,7 +33,6 @@ class BackgroundLoop:
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine for as long as the loop lives."""
         self._tasks.append(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     def check(self) -> None:
@@ -129,7 +128,6 @@ class Orders:
         return future
 
     def take_checkpoints(self) -> list[Future[tuple[str, int]]]:
-        """Remove and return the checkpoint orders that have not been cancelled."""
         with self._lock:
             taken, self.checkpoint = self.checkpoint, []
         return [future for future in taken if future.set_running_or_notify_cancel()]

@@ -58,8 +58,7 @@ class Ranks:
     first_rank: int = 0
     """Rank of the first process on this host; other hosts may have lower ranks."""
     events: queue.SimpleQueue[Ended | EndAll | None] = field(default_factory=queue.SimpleQueue)
-    """Ended ranks with their index on this host; `EndAll` orders the end of all ranks, None reports a signal to stop.
-    """
+    """Ended ranks with their index on this host; `EndAll` orders the end of all, None reports a signal to stop."""
     is_stopping: bool = False
     status: int = 0
     """Return code of the first rank that failed, negative for a signal as in `subprocess`; 0 if none failed."""

@@ -81,7 +81,6 @@ class LearnerRank:
         self.grace_s = grace_s
         """Seconds from SIGTERM in which the coordinator may still answer."""
         self._stop_s = 0.0
-        """Monotonic time of the order to stop."""
         self.address = ""
         self.orders = Orders()
         self.background = BackgroundLoop()
@@ -146,7 +145,6 @@ class LearnerRank:
             raise PacelineError("the ranks may be at different points of the run now, so all of them end")
 
     def _set_ready(self, ready: bool) -> None:
-        """Set the health of this learner: ready unless it could not set up its last run."""
         if self.server is not None:
             self.background.post(self.server.set_serving("paceline.v1.LearnerService", ready))
 
@@ -294,7 +292,6 @@ class ReportQueue:
         return len(self._waiting)
 
     def put(self, report: worker_pb2.ConnectRequest) -> None:
-        """Send `report` as soon as there is a stream."""
         newer = _replaces(report)
         with self._lock:
             if newer is not None:

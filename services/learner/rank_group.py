@@ -33,8 +33,7 @@ STORE_VARIABLE = "PACELINE_RANKS_STORE"
 SESSION_VARIABLE = "PACELINE_RANKS_SESSION"
 """Environment variable with the name of the ranks' session in the rendezvous store."""
 LOADING_TIMEOUT_S = 1800.0
-"""Seconds that a rank may be silent while models are loaded or files are written; the launcher notices a death earlier.
-"""
+"""Seconds that a rank may be silent while it loads models or writes files; the launcher notices a death earlier."""
 COLLECTIVE_TIMEOUT_S = 300.0
 """Seconds. Once the first step has been trained, the other ranks end if a rank is silent for this long."""
 

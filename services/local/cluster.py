@@ -158,8 +158,7 @@ class LocalCluster:
         return self.address
 
     def start_workers(self) -> None:
-        """Start the workers and the learner, which find the coordinator. `cluster.environment_workers` must be a
-        number."""
+        """Start the workers and the learner. `cluster.environment_workers` must be a number, which the caller chooses."""
         if self._visible and not named_in(self.cluster) and self.cluster.device != "cpu":
             self._say(
                 f"everything runs on CPUs, although this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
@@ -175,8 +174,7 @@ class LocalCluster:
                 self.add(role)
 
     def start_dashboard(self, port: int) -> Path:
-        """Start the dashboard and return the file that will have its address, without waiting; `port` 0 takes a free
-        port."""
+        """Start the dashboard without waiting; return the file that will have its address. `port` 0 takes a free port."""
         ready_file = self.directory / "logs" / "dashboard.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
@@ -232,7 +230,6 @@ class LocalCluster:
         return sum(service.stays for service in self._services[role])
 
     def resize(self, role: str, size: int) -> None:
-        """Add or remove services of `role` until there are `size`."""
         while self.size(role) < size:
             self.add(role)
         while self.size(role) > size:
@@ -275,7 +272,6 @@ class LocalCluster:
         self._lock.release()
 
     def _wait_ended(self, services: Sequence[Service]) -> None:
-        """Wait for terminated services; name those that are slow, and kill them after their time."""
         started_s = time.monotonic()
         allowed_s = self._grace_s + KILL_AFTER_S
         while (waited_s := time.monotonic() - started_s) < EXPLAIN_AFTER_S:
@@ -310,7 +306,6 @@ class LocalCluster:
         return service
 
     def _free_index(self, role: str) -> int:
-        """Return the index of a removed service that has ended; if there is none, return the next unused index."""
         services = self._services[role]
         return next((index for index, service in enumerate(services) if service.has_ended), len(services))
 

@@ -1,7 +1,5 @@
-"""A lock on a folder: one process at a time works in it, and the error for the next process names the holder.
-
-The lock ends with its holder's process. Its file stays, with the holder's process id for people.
-"""
+"""A lock on a folder: one process at a time works in it, and the error for the next process names the holder. The lock
+ends with its holder's process. Its file stays, with the holder's process id for people."""
 
 from __future__ import annotations
 

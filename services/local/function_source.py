@@ -68,7 +68,6 @@ class _Source:
         self._definitions: list[str] = []
         """Sources of functions and classes, each after the definitions that it uses."""
         self._folders: set[str] = set()
-        """Folders of modules that only this process finds."""
 
     def add(self, function: FunctionType) -> None:
         source = _source_of(function)
@@ -186,7 +185,6 @@ def _without_source(value: object) -> InvalidInput:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Return the global names that a code object and its inner functions read."""
     reads = ("LOAD_GLOBAL", "LOAD_NAME")
     names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in reads}
     for constant in code.co_consts:

@@ -119,7 +119,6 @@ def _functions(spec: RunSpec) -> list[str]:
 
 
 def _remedy(path: Path) -> str:
-    """Return the remedy for a missing path: the nearest name beside it, if one is near."""
     try:
         siblings = [each.name for each, _ in zip(path.parent.iterdir(), range(MAX_SIBLINGS), strict=False)]
     except OSError:

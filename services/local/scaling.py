@@ -26,8 +26,7 @@ AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 """Statuses of a failed request after which it is simply repeated."""
 
 COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
-"""Seconds: coldStartSeconds, idleSeconds and holdSeconds of a host's pools, whose processes start faster than hosts do.
-"""
+"""Seconds: coldStartSeconds, idleSeconds and holdSeconds of a host's pools; processes start faster than hosts do."""
 
 
 def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> list[str]:
@@ -72,7 +71,6 @@ class LocalScaler:
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        """End the thread before the cluster stops, so that nothing is started after that."""
         self._ended.set()
         self._thread.join(CALL_S + self._ask_s)
 

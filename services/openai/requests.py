@@ -164,8 +164,7 @@ class ChatAsk(Ask):
     separate_reasoning: bool | None = None
     """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """Field of other servers. If given, it must be true if the last message is the assistant's, which is always
-    continued, else false."""
+    """Field of other servers; must be true if the last message is the assistant's, which is continued, else false."""
     add_generation_prompt: bool | None = None
     """Opposite of `continue_final_message`."""
 

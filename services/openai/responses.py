@@ -96,7 +96,6 @@ class ResponsesAsk(BaseModel):
             return [{"role": "user", "content": self.input}]
         messages: list[Json] = []
         assistant: Json | None = None
-        """The assistant's message that the next item may belong to, or None."""
         for item in self.input:
             kind = item.get("type", "message")
             match kind:
@@ -205,9 +204,7 @@ class ResponseAnswer(Frame):
         self._ask, self._decode = ask, decode
         self._sequence = 0
         self._items: list[Json] = []
-        """Items whose first event was sent."""
         self._open: Json | None = None
-        """The last item while its text grows, else None."""
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         (choice,) = choices
@@ -303,7 +300,6 @@ class ResponseAnswer(Frame):
         ]
 
     def _item(self, part: AnswerPart, before: Sequence[Json]) -> Json:
-        """Return the item of a part; `before` are the items that precede it."""
         item_id = f"{self._id.partition('_')[2]}_{len(before)}"
         if isinstance(part, ToolCall):
             num_calls = sum(item["type"] == "function_call" for item in before)
@@ -338,7 +334,6 @@ class ResponseAnswer(Frame):
         return event
 
     def _reasoning_tokens(self, choice: Choice) -> int:
-        """Return the number of tokens up to the end of the reasoning."""
         if not choice.reasoning:
             return 0
         ids = list(choice.token_ids)

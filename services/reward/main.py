@@ -122,7 +122,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, worker: RewardWorker):
         self._worker = worker
         self._calls = 0
-        """Number of running calls; each has a process."""
 
     @with_status
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:

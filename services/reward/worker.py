@@ -85,9 +85,7 @@ class RewardWorker:
         self._occupancy = Occupancy()
         self._progress = ProgressLog(log)
         self._logged = LoggedMetrics()
-        """Values that reward functions logged since the last heartbeat."""
         self._functions = FunctionSums()
-        """Calls of the reward functions since the last heartbeat."""
         self._unavailable = 0
         """Number of tasks in a row that were returned because a service was unavailable or a process was killed."""
         self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
@@ -125,8 +123,8 @@ class RewardWorker:
                 await self._score_forever(assignment.run_id, spec, runner)
 
     async def _bundled_spec(self, assignment: worker_pb2.RunAssignment) -> BundledSpec:
-        """Return the spec with the files of its bundle. Raises Unreadable for files that this worker does not allow,
-        and any error of the transfer."""
+        """Return the spec with its bundle's files. Raises Unreadable for files that this worker refuses, and transfer
+        errors."""
         spec, bundle = spec_of(assignment), assignment.bundle
         others = [reward.function for reward in spec.rewards if reward.function not in self.only]
         if self.only and others:
@@ -141,7 +139,6 @@ class RewardWorker:
         )
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
-        """Report why the set-up failed, and wait until it is retried or another run is assigned."""
         await self.assigned.failed(assignment.run_id, error, self.membership.report)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._set_up_pause.next_s()):
@@ -358,7 +355,6 @@ def _inputs(
     spec: RunSpec,
     completions: Sequence[Completion],
 ) -> GroupInputs:
-    """Return the inputs of reward functions for a task. Raises WireError."""
     prompt = json.loads(task.prompt_json)
     row_arrays = CompletionArrays.of(arrays).rows
     if row_arrays is None:

@@ -78,7 +78,6 @@ class GroupSampler:
         self.stop = StopStrings.of(tokenizer, spec.policy.generation.stop_strings)
         """Stop strings of the run. They end external requests too."""
         self._request_ids: dict[str, None] = {}
-        """Ids of the requests in the engine."""
         self.generated_tokens = 0
 
     async def sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
@@ -111,7 +110,6 @@ class GroupSampler:
             self._engine.abort(request_id)
 
     def text(self, completion: Completion, *, in_reasoning: bool = False) -> str:
-        """Return the text of a completion; see `completion_text`."""
         end_of = self.stop.end if self.stop is not None else None
         return completion_text(self._tokenizer, completion, end_of, in_reasoning=in_reasoning)
 

@@ -86,7 +86,6 @@ class RolloutRun:
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = 0
-        """Number of turns that are being sampled for episodes."""
         self._turn_tokens = 0
         self._external: dict[str, None] = {}
         self._no_external = asyncio.Event()
@@ -97,7 +96,6 @@ class RolloutRun:
         self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample, self._warn)
         self.params, self.stop = self._sampler.params, self._sampler.stop
         self._unexpected = 0
-        """Number of groups in a row with an unexpected error."""
         store_url = run_store(spec.weights.store, run_id, directory)
         self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, relay)
 
@@ -196,8 +194,7 @@ class RolloutRun:
                 await self._room.wait()
 
     async def _end_if_hung(self) -> None:
-        """Exit with status 1, as after a crash, once the engine hangs; the coordinator counts the crash for each leased
-        group."""
+        """Exit with status 1 once the engine hangs; the coordinator counts this as a crash for each leased group."""
         stall_s = self.spec.policy.generation.stall_s
         await until_hung(self.engine, stall_s)
         log.critical(
@@ -266,7 +263,6 @@ class RolloutRun:
         return completion
 
     def text(self, completion: Completion) -> str:
-        """Return the text of a completion, as reward functions get it."""
         return self._sampler.text(completion)
 
     def gauges(self) -> dict[str, float]:
@@ -284,7 +280,6 @@ class RolloutRun:
         await self._membership.report(worker_pb2.ConnectRequest(run_report=report))
 
     async def _generate(self, lease: pb.Lease, prefix: bytes | None) -> None:
-        """Generate a leased group, and submit or return it."""
         started_s = time.monotonic()
         try:
             with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):

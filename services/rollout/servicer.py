@@ -177,7 +177,6 @@ def _begun(request: rollout_pb2.GenerateRequest) -> Completion | None:
 
 
 def _add(response: rollout_pb2.GenerateResponse, text: str, completion: Completion, num_begun: int) -> None:
-    """Add a completion without the tokens that the request contained."""
     generated = response.completions.add(
         text=text,
         token_ids=completion.token_ids[num_begun:].tolist(),

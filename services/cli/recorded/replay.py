@@ -175,7 +175,6 @@ def _written(
 
 
 def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
-    """Compare the weights with the run's checkpoint after the same steps, if the run has one."""
     if plan.expected is None:
         return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
     from paceline.learner.checkpoints.export import checkpoint_weights, compare_weights

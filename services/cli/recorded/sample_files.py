@@ -114,7 +114,6 @@ class TrainedGroups:
         """Raises NotFound without a trained batch, or if samples cannot be read."""
         self._file = file
         self._kinds: dict[str, set[str]] = {}
-        """Kinds of the values in each column of the data set, by the column's name."""
         self._prompt_kinds: set[str] = set()
         self._message_keys: set[str] = set()
         trained = {batch.step for batch in records.batches(run_id) if batch.trained}

@@ -63,7 +63,6 @@ class LedgerRuns:
         return [self.get(row["run_id"]) for row in self.ledger.runs()]
 
     def get(self, run_id: str) -> Run:
-        """Return a run. Raises NotFound."""
         from paceline.services.coordinator.records.lists import run_message
 
         row = self.ledger.run(run_id)
@@ -81,12 +80,10 @@ class LedgerRuns:
 
     @property
     def models(self) -> Models:
-        """The registered models, read-only."""
         return _local(self.ledger)
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, oldest first, also of runs with unreadable columns; runs with lost rows come
-        last."""
+        """Return all run ids, oldest first, also those of runs with unreadable columns; runs with lost rows come last."""
         from paceline.services.coordinator.ledger.file_check import lost_runs
 
         lost: list[str] = []
@@ -100,7 +97,6 @@ Source: TypeAlias = Client | LedgerRuns
 
 
 def run_ids(source: Source) -> list[str]:
-    """Return the ids of all runs, oldest first."""
     return source.run_ids() if isinstance(source, LedgerRuns) else [run.run_id for run in source.runs()]
 
 

@@ -74,7 +74,6 @@ class Course:
         return self.step >= self._live_from
 
     def note(self, event: Event) -> None:
-        """Note an event; only live events count for the pace."""
         if event.kind == "evaluation":
             self.evaluations.append(event.content)
         if event.kind != "step":

@@ -251,8 +251,7 @@ def _begun(
 def placed(
     spec: RunSpec | None, specs: Sequence[RunSpec], num_gpus: int, say: Callable[[str], None]
 ) -> tuple[RunSpec | None, ClusterSection]:
-    """Return the spec with settings chosen for this host, and the services of `specs`; print the choices. Raises
-    SpecError."""
+    """Return the spec with settings for this host, and the services of `specs`; print the choices. Raises SpecError."""
     sizes = named = sizes_for(specs)
     sizes, division = divide(sizes, num_gpus, rollout=sizes.rollout_workers > 0)
     if division:
@@ -285,7 +284,6 @@ def _wait_until_interrupted(cluster: LocalCluster, say: Callable[[str], None]) -
 
 
 def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
-    """Stop the services; at a second Ctrl-C exit at once, and they end with this process."""
     try:
         cluster.stop()
     except KeyboardInterrupt:

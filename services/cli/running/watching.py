@@ -104,8 +104,7 @@ def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[
 
 
 def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...]:
-    """Print the run that `run_id` waits for unless `shown` has its id, state and message; return these three, or
-    nothing."""
+    """Print the run that `run_id` waits for unless it equals `shown`; return its id, state and message, or nothing."""
     ahead = in_front_of(source, run_id)
     if ahead is None:
         return ()
@@ -134,7 +133,6 @@ def advice(run_id: str, ahead: render.Facts) -> str:
 
 
 def _summary(facts: render.Facts) -> dict[str, Any]:
-    """Return the run's summary.json if its directory is on this machine."""
     path = Path(facts["directory"]) / "summary.json"
     try:
         summary: dict[str, Any] = json.loads(path.read_text())

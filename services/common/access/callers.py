@@ -135,15 +135,14 @@ class PolledFile(Generic[ContentT]):
         read: Callable[[Path], ContentT],
         changed: Callable[[ContentT, ContentT], None] = lambda before, after: None,
     ):
-        """`read` returns the content, also for a missing file; `changed` is called with the contents before and after a change.
-        Raises Conflict for a damaged file."""
+        """`read` returns the content, also of a missing file; `changed` gets a change's contents. Raises Conflict for
+        damage."""
         self._path, self._read, self._changed = path, read, changed
         self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")
 
     @property
     def content(self) -> ContentT:
-        """Return the content, at most CHECK_S old."""
         now_s = time.monotonic()
         if now_s - self._checked_s < CHECK_S:
             return self._content

@@ -49,5 +49,4 @@ class Access:
         return self.limited(granted)
 
     def limited(self, role: Role) -> Role:
-        """Return the role, or READER instead of a higher one if this dashboard is read-only."""
         return min(role, Role.READER) if self._read_only else role

@@ -33,8 +33,7 @@ from paceline.services.common.access.tls import address_of, certificate_name
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 RECHECK_S = 1.0
 MESSAGE_S = 60.0
-"""Seconds in which the message of a permitted call must arrive; in a stream the handler waits for each message itself.
-"""
+"""Seconds in which the message of a permitted call must arrive; a stream's handler waits for each message itself."""
 OF_GUARD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Statuses of calls that are refused because of their caller."""
 ENDS_OF_STREAMS = (
@@ -139,8 +138,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return self._guarded(handler, details.method.lstrip("/"), sent.removeprefix("Bearer "))
 
     def _guarded(self, handler: Any, method: str, token: str) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the guarded handler, which takes streams, because gRPC reads a single request before it calls a
-        handler."""
+        """Return the guarded handler; it takes streams, because gRPC reads a single request before it calls a handler."""
 
         async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
             received = _Requests(requests)
@@ -211,7 +209,6 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             raise  # not reached: `abort` raises
 
     async def _message(self, method: str, requests: _Requests) -> Any:
-        """Return the one message of a call. Raises InvalidInput, Unavailable."""
         try:
             async with asyncio.timeout(self._message_s):
                 request = await anext(requests, None)
@@ -235,8 +232,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     @contextlib.contextmanager
     def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
-        """Note a call that changes something, with its result; a stream at its first answer, and again if a fault ends
-        it."""
+        """Note a call that changes something, with its result: a stream at its first answer, and if a fault ends it."""
         right, noted = self._rights.get(method), _Noted(method, caller, context, requests)
         if right is None or not right.changes:
             noted.has_begun = True
@@ -293,7 +289,6 @@ def _log_refusal(call: Call) -> None:
 
 
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:
-    """Raise NotPermitted unless the caller's roles may make the call."""
     if right is None:
         raise NotPermitted(f"nobody may call {method}: it has no row in services/common/access/rights.py")
     check_roles(method, right.roles, caller, ". Use another token, or ask an operator for one")

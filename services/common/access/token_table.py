@@ -101,8 +101,7 @@ def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
 
 
 def revoke(path: Path, name: str, bootstrap: str = "") -> int:
-    """Revoke the tokens of a name; return their number. `bootstrap`: the bootstrap token, for its name. Raises
-    NotFound."""
+    """Revoke the tokens of a name; return how many. `bootstrap` is the bootstrap token, for its name. Raises NotFound."""
     now_s, number = time.time(), 0
     with _edited(path) as table:
         if name == BOOTSTRAP and bootstrap:

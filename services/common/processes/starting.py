@@ -36,7 +36,6 @@ def quiet_libraries() -> None:
 
 
 def announce(ready_file: Path | None, address: str) -> None:
-    """Write `address` to `ready_file`, completely or not at all."""
     if ready_file is not None:
         write_whole(ready_file, address + "\n")
 
@@ -48,8 +47,7 @@ RESERVED_FILES = 160
 RESERVED_FOR_CLIENTS = 64
 """Connections to the control plane that are reserved for clients other than members; part of RESERVED_FILES."""
 MAX_MEMBERS = 8192
-"""Largest number of members of a coordinator, whatever the limit of open files, because each connection takes memory.
-"""
+"""Largest number of members of a coordinator, whatever the file limit is: each connection takes memory."""
 TIGHT = 0.9
 """A warning is logged once the members are at least this share of the possible members."""
 

@@ -46,7 +46,6 @@ class Death:
     """The end of one life of a service's process."""
 
     status: int
-    """Return code of the process; negative if a signal ended it, as in `subprocess`."""
     life_s: float
     reason: str = ""
     """Line of the service's log with the reason of the death."""
@@ -239,7 +238,6 @@ class Service:
             return process.wait()
 
     def _note_end(self, how: str) -> None:
-        """Write the end of this life to the log, whatever its last line was."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with contextlib.suppress(OSError), self.log_path.open("a") as log:
             log.write(f"{now} WARNING {__name__}: {self.name} {how}\n")
@@ -296,8 +294,7 @@ TRACEBACK = "Traceback (most recent call last):"
 LAST_WORDS = "Error: "
 """Prefix of the error message of a command."""
 LEVEL = re.compile(r"(?:\S+ \S+ |\([^)]*\) )?(?:ERROR|CRITICAL) (?:\d\d-\d\d [\d:]+ \[[^\]]*\] )?")
-"""Prefix of the message in a log line of an error, Paceline's or vLLM's; vLLM repeats it in each line of a traceback.
-"""
+"""Prefix of the message in an error's log line, Paceline's or vLLM's; vLLM repeats it in each traceback line."""
 FOLLOWS = re.compile(
     r"(?i:(stack trace|root cause)[^.]* (above|for)\b|(stack trace|root cause) \(above)"
     r"|RuntimeError: (Executor failed\.|cancelled)$|\[dump_input\.py:"
@@ -308,8 +305,8 @@ WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 
 
 def last_lines(log_path: Path, start: int = 0, count: int | None = None) -> list[str]:
-    """Return the last `count` lines (default: all in LOG_TAIL_BYTES) that were written after byte `start`, without empty lines
-    and without Python's warnings; none without a log."""
+    """Return the last `count` lines (default: LOG_TAIL_BYTES) after byte `start`, but blank lines and Python's
+    warnings."""
     if not log_path.exists():
         return []
     with log_path.open("rb") as log:

@@ -17,7 +17,6 @@ def tethered(command: list[str]) -> list[str]:
 
 
 def _become(starter_pid: int, command: list[str]) -> None:
-    """Tie this process to its starter, then replace it by `command`."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != starter_pid:  # the starter ended before the call

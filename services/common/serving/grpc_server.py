@@ -31,8 +31,7 @@ from paceline.tls.folder import TlsFolder, tls_folder
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message in either direction; manifests of weights are the largest messages."""
 MAX_DETAILS_BYTES = 4096
-"""Largest text of a status in bytes, where a byte beyond printable ASCII counts as three: gRPC refuses longer trailers.
-"""
+"""Largest text of a status in bytes, where a byte beyond printable ASCII counts as three; gRPC refuses more."""
 HANDSHAKE_S = 10.0
 """Seconds in which a new connection must complete its handshakes for TLS and HTTP/2."""
 IDLE_S = 60.0
@@ -77,8 +76,7 @@ StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
 
 def with_status(call: CallT) -> CallT:
-    """Wrap a unary method: a PacelineError becomes a status with its message, another exception INTERNAL, logged and
-    counted."""
+    """Wrap a unary method: a PacelineError becomes a status with its message, another one INTERNAL, logged and counted."""
 
     @functools.wraps(call)
     async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -110,7 +108,6 @@ def with_stream_status(call: StreamT) -> StreamT:
 
 
 def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Return status, text and trailing metadata for an error."""
     if (code := status_of(error)) is not None:
         hint = to_metadata(error.retry_after_s) if isinstance(error, Busy) else ()
         return code, details_of(str(error)), hint
@@ -118,7 +115,6 @@ def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str, tuple[
 
 
 def details_of(text: str) -> str:
-    """Return a status's text, truncated to fit into a trailer."""
     size = 0
     kept: list[str] = []
     for character in text:

@@ -28,8 +28,7 @@ def main(address: str, timeout_s: float, service: str) -> None:
 
 
 def _get(address: str, timeout_s: float) -> None:
-    """Get a page, without a proxy, and over TLS if this host's services use it. Raises click.ClickException unless it
-    has status 200."""
+    """Get a page, without a proxy, with this host's TLS. Raises click.ClickException unless the status is 200."""
     parts, folder = urlsplit(address), tls_folder()
     connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
     if folder is not None:
@@ -47,7 +46,6 @@ def _get(address: str, timeout_s: float) -> None:
 
 
 def _check(address: str, timeout_s: float, service: str) -> None:
-    """Call `grpc.health.v1`. Raises click.ClickException unless the answer is SERVING."""
     with open_plain_or_tls(address) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)

@@ -28,15 +28,13 @@ MAX_CONNECTIONS = 512
 SHARE_OF_ADDRESS = 0.5
 """Share of the connections that one address may have, so that no address excludes all others."""
 IDLE_S = 75.0
-"""Seconds for which a connection may wait for its first or its next request; proxies keep idle connections for a
-minute."""
+"""Seconds for which a connection may wait for its first or next request; proxies keep idle ones for a minute."""
 UNREAD_S = 30.0
 """Seconds for which a client may leave its answer unread."""
 CHECK_S = 1.0
 MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
-"""At most this many request bodies are read at a time; bounded because everyone who can reach the port can send them.
-"""
+"""Largest number of request bodies that are read at a time, because everyone who reaches the port can send them."""
 BODY_S = 30.0
 """Seconds for a request's body to arrive."""
 SHUTDOWN_S = 2.0
@@ -70,7 +68,6 @@ class HttpListener:
         self._limits = max_connections, max_bodies, share_of_address
         self._encrypted = encrypted
         self._connections: dict[asyncio.Protocol, _Connection] = {}
-        """Open connections, by aiohttp's protocol object."""
         self._of_address: Counter[str] = Counter()
         self._bodies = 0
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
@@ -240,7 +237,6 @@ class _Connection(asyncio.Protocol):
 
 
 def _answer(refusal: str) -> bytes:
-    """Return the answer to a connection beyond the limit."""
     body = refusal.encode()
     head = ["HTTP/1.1 429 Too Many Requests", "Content-Type: text/plain; charset=utf-8", "Connection: close"]
     head += [f"{name}: {value}" for name, value in to_header(USUAL_S).items()]

@@ -34,12 +34,10 @@ class AssignedRun:
         self.changed = asyncio.Event()
         """Event that is set by a directive that changes the work; the worker clears it."""
         self.on_readiness: Callable[[bool], Awaitable[None]] = _ignore
-        """Called with True when the worker can work on its run or is idle, and with False when the set-up has failed.
-        """
+        """Called with True when the worker can work on its run or is idle, with False when the set-up has failed."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Follow a directive to work on a run; return whether it is another run. A failed set-up is tried again at
-        once."""
+        """Follow a directive to work on a run; return whether it is another one. A failed set-up is tried again now."""
         is_new = self.assignment is None or self.assignment.run_id != assignment.run_id
         if is_new or self.failure is not None:
             self.failure = None

@@ -115,7 +115,6 @@ class Membership:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = asyncio.Event()
-        """Event that is set while there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
         """Pending requests by the number of each transmission whose reply counts."""
         self._numbers = itertools.count(1)
@@ -159,7 +158,6 @@ class Membership:
             self._context.term()
 
     async def _note(self, error: grpc.aio.AioRpcError) -> None:
-        """Log that a stream could not be opened or has broken, and that this worker tries again."""
         if error.code() is grpc.StatusCode.UNAVAILABLE and (fault := await self._tls_fault()):
             self._trouble.warning("tls", "%s. This worker keeps its results and tries again", fault)
             return
@@ -278,8 +276,7 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return the worker's gauges, its memory, its GPUs and its number of unexpected errors; only that number if the
-        gauges fail."""
+        """Return the worker's gauges, memory, GPUs and number of unexpected errors; only that number if gauges fail."""
         try:
             gauges = self._gauges() | process_gauges() | gpu_gauges.SAMPLER.gauges()
         except Exception as error:
@@ -293,7 +290,6 @@ class Membership:
         return gauges
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
-        """Connect the exchange (again); unanswered requests are sent again under the new term."""
         self.term, self._secret, self._is_refused = welcome.term, welcome.secret, False
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self._close_socket()
@@ -352,7 +348,6 @@ class Membership:
             pending.reply.set_result((reply, payloads))
 
     def _unanswered(self) -> list[Pending]:
-        """Return every waiting request once."""
         return list({id(pending): pending for pending in self._pending.values()}.values())
 
     def _drop_request(self, pending: Pending) -> None:
@@ -360,7 +355,6 @@ class Membership:
             del self._pending[number]
 
     def _fail_pending(self, reader: asyncio.Task[None]) -> None:
-        """Fail waiting requests, because their replies are no longer read."""
         error = None if reader.cancelled() else reader.exception()
         for pending in self._pending.values():
             if error is not None and not pending.reply.done():

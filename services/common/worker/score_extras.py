@@ -51,8 +51,7 @@ class FunctionSums:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_result(self, functions: Sequence[RewardFunctionSection], result: RewardResult) -> None:
-        """Add the calls of one group. `functions` are all of the run; if only the first ones ran, only their calls are
-        added."""
+        """Add the calls of one group. `functions` are all of the run; if the first ones ran alone, only they are added."""
         for function, duration_s in zip(functions, result.durations_s_F, strict=False):
             self.add({f"{CALLS}/{function.label}": 1.0, f"{SECONDS}/{function.label}": duration_s})
         if result.failure is not None:
@@ -60,7 +59,6 @@ class FunctionSums:
         self.add(result.usage)
 
     def take(self) -> dict[str, float]:
-        """Return the sums by name, and clear them."""
         taken, self._sums = self._sums, {}
         return taken
 
@@ -74,7 +72,7 @@ class FunctionSums:
         return {name: value for name, value in gauges.items() if not name.startswith(PREFIX)}
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean seconds of a call (`score_s/LABEL`), `failed_calls/LABEL`, and sums such as
+        """Return mean seconds of a call (`score_s/LABEL`), `failed_calls/LABEL`, and sums like
         `endpoint_requests/LABEL`."""
         metrics: dict[str, float] = {}
         for name, value in self._sums.items():
@@ -105,7 +103,6 @@ class LoggedMetrics:
                 self._metrics[name] = (before[0] + total, before[1] + count)
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Return the sums and numbers by name, and clear them."""
         taken, self._metrics = self._metrics, {}
         return taken
 
@@ -146,8 +143,7 @@ def extra_json(columns: Mapping[str, list[Any]]) -> str:
 
 
 def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
-    """Return a group's line of extra.jsonl; empty unless `text` is a JSON object of lists with a value for each
-    completion."""
+    """Return a group's line of extra.jsonl; empty unless `text` is a JSON object of lists with a value a completion."""
     if not text or len(text) > MAX_BYTES:
         return ""
     try:

@@ -72,7 +72,6 @@ class Assembly:
     def __init__(self, store: NodeStore, settings: NodeSettings):
         self._store, self._settings = store, settings
         self._nodes: dict[int, Node] = {}
-        """Living nodes by number, including the nodes of the session."""
         self._num_joined = 0
         self._gathered: tuple[int, ...] = ()
         self._gathered_s = 0.0

@@ -130,7 +130,6 @@ class Rendezvous:
         self._store: NodeStore | None = serve(host, self._port) if self._is_first else None
         self._assembly = Assembly(self._store, settings) if self._store is not None else None
         self._number = 0
-        """Number under which this node has joined; 0 before that."""
         self._life, self._started_s = uuid.uuid4().hex, time.time()
         self._last_beat_s = 0.0
         self._watching: threading.Thread | None = None

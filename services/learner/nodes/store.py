@@ -62,8 +62,7 @@ class NodeStore:
         return value if isinstance(value, dict) else {}
 
     def _bounded(self, operation: Callable[[], ResultT]) -> ResultT:
-        """Return an operation's result. Raises TimeoutError after the deadline; every later operation raises it at
-        once."""
+        """Return an operation's result. Raises TimeoutError after the deadline, and then at once for later operations."""
         if self._wait_s is None:
             return operation()
         if self._is_silent:

@@ -33,8 +33,7 @@ class RankBatch(NamedTuple):
 
     reply: pb.BatchReply
     groups: list[Group]
-    """Groups with the log-probabilities of the reward pool's reference; empty if the learner reads the data set itself.
-    """
+    """Groups with the log-probabilities of the reward pool's reference; empty if the learner reads the data set."""
 
     @property
     def is_end(self) -> bool:
@@ -84,13 +83,11 @@ class BatchClient:
         self.receipted = 0
         """Number of steps whose receipts of this rank the coordinator has acknowledged; 0 before the first receipt."""
         self.audit_head = pb.AuditHead()
-        """Newest record of the coordinator's audit log at this rank's newest receipt; empty before the first receipt.
-        """
+        """Newest record of the coordinator's audit log at this rank's newest receipt; empty before the first one."""
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:
-        """Return this rank's part of a step's batch, again if it was damaged; None if there is none yet, or this rank
-        stops."""
+        """Return this rank's part of a step's batch, again if damaged; None without one, or if this rank stops."""
         rank = self._rank
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         for attempts_left in reversed(range(ATTEMPTS)):

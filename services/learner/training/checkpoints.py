@@ -48,8 +48,7 @@ LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
 LOAD_PAUSES_S = (1.0, 2.0, 4.0)
 """Seconds before each further attempt at a checkpoint that is missing or cannot be read."""
 SEEN_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 3.0)
-"""Seconds before each further check for a file that rank 0 has written, because a network file system may show it late.
-"""
+"""Seconds before each further check for a file of rank 0, because a network file system may show it late."""
 log = logging.getLogger(__name__)
 
 
@@ -58,7 +57,7 @@ class NotShared(PacelineError):
 
 
 class SessionCheckpoints:
-    """One rank's part of a session's checkpoints. `report` sends the report of a complete one, `warn` a failed one's
+    """One rank's part of a session's checkpoints. `report` sends a complete one's report, `warn` a failed one's
     warning."""
 
     def __init__(
@@ -316,7 +315,6 @@ class CheckpointUploads:
         self._queue = UploadQueue(store, rank, on_stored, warn, pauses_s)
         self._store, self._warn = store, warn
         self.device = torch.device("cpu")
-        """Device for collectives."""
 
     @property
     def folder(self) -> Path:

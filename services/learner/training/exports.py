@@ -40,8 +40,8 @@ class RunExports:
                     remove_left_overs(folder.local)
 
     def write_final(self, model: nn.Module, origin: Origin) -> Folder:
-        """Export the trained model, with `origin` in its manifest. Raises rank 0's error there, FailedElsewhere on
-        other ranks."""
+        """Export the trained model, with `origin` in its manifest. Raises rank 0's error there, elsewhere
+        FailedElsewhere."""
         path = self._directory / EXPORT
         failure = self._export_model(path, model, origin)
 
@@ -95,7 +95,6 @@ class RunExports:
         )
 
     def _export_adapter(self, path: Folder, model: nn.Module, origin: Origin) -> Exception | None:
-        """Replace the folder at `path` by only the adapter; return rank 0's error if that failed."""
         adapter = gather_weights(model, None)
         if not adapter:
             return None

@@ -61,10 +61,8 @@ class Publishing:
         self._make = make or make_channel
         self._channel: WeightChannel | None = None
         self._roster: worker_pb2.Epoch | None = None
-        """Newest roster of this run since the run began."""
         self._opening = threading.Lock()
-        """Lock that guards the channel and the roster: a roster that comes while the channel opens must reach the
-        channel."""
+        """Guards the channel and the roster: a roster that comes while the channel opens must reach the channel."""
 
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
@@ -218,8 +216,8 @@ class _WeightChannelFactory:
         return make_board(self._rank.weights_bind, self._rank.weights_host, broadcast_bytes)
 
     def delta(self, *, on_device: bool = True) -> DeltaChannel:
-        """Return the delta channel: every rank writes, rank 0 makes the offers. If the copy is `on_device`, the device
-        needs memory for it."""
+        """Return the delta channel: all ranks write, rank 0 offers. If the copy is `on_device`, that needs memory for
+        it."""
         board, rank, world_size = self._board(), self._rank.rank, self._rank.world_size
         if rank != 0:
             return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype, on_device=on_device)

@@ -75,7 +75,6 @@ class LearnerRun:
         self.session = assignment.session
         self.step = assignment.start_step
         self.ready = False
-        """True after the set-up has succeeded."""
         self.diverged = False
         """True if this rank failed but others may not have, so that their collectives would never meet again."""
         self._assignment = assignment
@@ -201,8 +200,7 @@ class LearnerRun:
             self.publishing.open(self._trainer.model)
 
     def _check_surroundings(self) -> None:
-        """Raise WrongKey without the coordinator's storage key, InvalidInput for data that
-        would leave this host unencrypted."""
+        """Raise WrongKey without the coordinator's storage key, InvalidInput if data would leave this host unencrypted."""
         check_key(self._assignment)
         weights, checkpoints = self.spec.weights, self.spec.checkpointing
         allowed = weights.allow_plaintext_network
@@ -212,7 +210,6 @@ class LearnerRun:
             check_store(url or "", os.environ, allowed=allowed)
 
     def _read(self) -> None:
-        """Make the trainer and the sources of examples, without a collective."""
         spec = self.spec
         if self._rank.device.type == "cpu" and not self._rank.cpu_chosen:
             refuse_cpu(spec.cluster, "learner")
@@ -358,7 +355,6 @@ class LearnerRun:
         return self._trainer.evaluate(self._held_out.held_out(rank.rank, rank.world_size))
 
     def _end_early(self) -> None:
-        """Publish and save the version that is the run's last, as after its last step."""
         if self.step > self._assignment.start_step and self.step % self.spec.weights.publish_interval:
             self.publishing.publish(self.step, last=True)
         if self.spec.checkpointing.enabled:

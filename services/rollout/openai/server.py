@@ -212,8 +212,7 @@ async def _stream(
     samplers: list[Sampler],
     record: Callable[[Sequence[Choice]], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream server-sent events, also for errors after the first byte. `record` gets the choices before the stream
-    ends."""
+    """Stream server-sent events, also for late errors. `record` gets the choices before the stream ends."""
     chunks: asyncio.Queue[list[Event] | None] = asyncio.Queue()  # bounded by the tokens that were requested
     opening = frame.begin(len(samplers))
 
@@ -265,7 +264,6 @@ async def _send(response: web.StreamResponse, events: Sequence[Event]) -> None:
 
 
 def _version(served: Served) -> Version:
-    """Return the version that is held now. Raises Unavailable before the first one."""
     if served.engine.version is None:
         raise no_weights(served)
     return served.engine.version
