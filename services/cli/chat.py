@@ -14,13 +14,7 @@ from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
 from paceline.services.cli.recorded.source import opened_ledger
-from paceline.services.common.options import (
-    coordinator_option,
-    directory_option,
-    find_run,
-    json_option,
-    print_json,
-)
+from paceline.services.common.options import coordinator_option, directory_option, find_run, json_option, print_json
 from paceline.services.common.processes.starting import quiet_libraries
 from paceline.services.common.reporting.terminal import visible
 from paceline.spec import RunSpec

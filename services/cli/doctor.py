@@ -19,13 +19,7 @@ import click
 
 from paceline.errors import InvalidInput, SpecError
 from paceline.host.resources import available_bytes, usable_cores
-from paceline.models.memory_estimate import (
-    Estimate,
-    estimate,
-    gigabytes,
-    sentence,
-    shortage,
-)
+from paceline.models.memory_estimate import Estimate, estimate, gigabytes, sentence, shortage
 from paceline.models.shape import read_shape
 from paceline.services.common.gpus import divide, missing_gpus, named_in
 from paceline.services.common.options import directory_option, json_option, print_json

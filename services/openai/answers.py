@@ -12,17 +12,7 @@ from paceline.chat.answer_reader import AnswerPart, TextPart
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.messages import Json
 from paceline.groups import Version, VersionSpan
-from paceline.services.openai.frames import (
-    Choice,
-    Delta,
-    Echo,
-    Event,
-    Frame,
-    model_name,
-    ranges,
-    usage,
-    version_name,
-)
+from paceline.services.openai.frames import Choice, Delta, Echo, Event, Frame, model_name, ranges, usage, version_name
 from paceline.services.openai.requests import ChatAsk, CompletionAsk
 
 

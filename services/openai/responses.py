@@ -21,16 +21,7 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.groups import Version
 from paceline.services.common.serving.json_http import error_answer
 from paceline.services.openai.answers import call_id
-from paceline.services.openai.frames import (
-    Choice,
-    Delta,
-    Event,
-    Frame,
-    model_name,
-    ranges,
-    usage,
-    version_name,
-)
+from paceline.services.openai.frames import Choice, Delta, Event, Frame, model_name, ranges, usage, version_name
 from paceline.services.openai.requests import ChatAsk, read_ask
 
 ROLES = ("user", "system", "developer", "assistant")

@@ -27,12 +27,7 @@ from paceline.services.common.options import (
     token_file_option,
     worker_options,
 )
-from paceline.services.common.processes.starting import (
-    announce,
-    die_with_starter,
-    quiet_libraries,
-    raise_file_limit,
-)
+from paceline.services.common.processes.starting import announce, die_with_starter, quiet_libraries, raise_file_limit
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, remind, run_service, with_status
 from paceline.services.common.user_code_options import choose_isolation, user_code_options

@@ -26,12 +26,7 @@ from paceline.services.common.gpus import refuse_cpu, usable_gpus
 from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
 from paceline.services.common.worker.assigned_run import AssignedRun, BundledSpec, refusal_of_files, spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.common.worker.score_extras import (
-    TRAINER_STATE,
-    FunctionSums,
-    LoggedMetrics,
-    extra_json,
-)
+from paceline.services.common.worker.score_extras import TRAINER_STATE, FunctionSums, LoggedMetrics, extra_json
 from paceline.services.reward.group_inputs import GroupInputs, inputs_of_completions, inputs_of_episodes
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.tracing import span

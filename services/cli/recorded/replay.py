@@ -17,12 +17,7 @@ from paceline.errors import Conflict, PacelineError
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import opened_ledger
 from paceline.services.cli.render import PATH
-from paceline.services.common.options import (
-    device_option,
-    directory_option,
-    find_run,
-    json_option,
-)
+from paceline.services.common.options import device_option, directory_option, find_run, json_option
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
 

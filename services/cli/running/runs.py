@@ -15,13 +15,7 @@ from paceline.services.cli import render
 from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
 from paceline.services.cli.running.progress import Shown, shown_options
 from paceline.services.cli.running.watching import follow, wait_for
-from paceline.services.common.options import (
-    coordinator_option,
-    find_run,
-    json_option,
-    print_json,
-    recorded_option,
-)
+from paceline.services.common.options import coordinator_option, find_run, json_option, print_json, recorded_option
 from paceline.spec import RunSpec
 
 if TYPE_CHECKING:

@@ -31,13 +31,7 @@ from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.learner.checkpoints.upload_queue import FIRST_PAUSE_S, LONGEST_PAUSE_S, UploadQueue
 from paceline.learner.checkpoints.writer import CheckpointWriter
-from paceline.learner.collectives import (
-    any_over_ranks,
-    broadcast_bytes,
-    max_over_ranks,
-    union_over_ranks,
-    world_size,
-)
+from paceline.learner.collectives import any_over_ranks, broadcast_bytes, max_over_ranks, union_over_ranks, world_size
 from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights.gather import is_first_rank
 from paceline.spec import CheckpointingSection

@@ -18,13 +18,7 @@ from paceline.host.resources import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel
-from paceline.learner.weights.host_channel import (
-    HostChannel,
-    Hosts,
-    Rank0HostChannel,
-    agree_on_hosts,
-    piece_algorithm,
-)
+from paceline.learner.weights.host_channel import HostChannel, Hosts, Rank0HostChannel, agree_on_hosts, piece_algorithm
 from paceline.learner.weights.shard_writer import ShardWriter
 from paceline.models.loading import resolved_dtype
 from paceline.services.common.relay import WAIT_S

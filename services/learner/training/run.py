@@ -23,12 +23,7 @@ from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, storage
 from paceline.errors import CheckpointFault, Conflict, InvalidInput, NonFiniteLoss, Unavailable
 from paceline.learner.batch.samples import sequences_from_groups
 from paceline.learner.checkpoints.checkpoint import Misfit
-from paceline.learner.collectives import (
-    FailedElsewhere,
-    any_over_ranks,
-    broadcast_bytes,
-    succeed_on_all_ranks,
-)
+from paceline.learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
 from paceline.learner.model.mesh import mesh_of
 from paceline.learner.objectives.examples import ExampleSource, check_rows
 from paceline.learner.step.trainer import Trainer
