@@ -54,7 +54,7 @@ def chat(
 
 
 def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSpec:
-    """Return a spec to sample `model` (see `chat`); `scores` allows a reward model. Raises NotFound, InvalidInput."""
+    """Return a spec to sample from `model`, or with `scores` from a reward model. Raises NotFound, InvalidInput."""
     if is_url(model):
         return _spec_of_folder(model)
     folder = Path(model).expanduser()
@@ -156,7 +156,7 @@ class Talk:
         return bool(self.tokenizer.chat_template) and self.spec.data.apply_chat_template != "never"
 
     async def answer(self, line: str, show: Any = None) -> str:
-        """Return the model's answer to a line of the conversation. Raises InvalidInput if it is too long."""
+        """Return the model's answer to a line of the conversation. Raises InvalidInput if the line is too long."""
         from paceline.data.tokens import encode_prompt, with_system_prompt
 
         data, prompt = self.spec.data, line

@@ -293,7 +293,7 @@ def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
 
 
 def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[Part], int, int]:
-    """Return a rendered row with special tokens, its number of tokens, and that of trained ones. Raises InvalidInput."""
+    """Return the parts of a rendered row, its number of tokens, and its number of trained tokens. Raises InvalidInput."""
     prompt, completion, _ = exchange_of(row, spec)
     template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
     tools = None if completion is None else tools_of(row)

@@ -96,7 +96,7 @@ def _memory_for(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int], free_
 
 
 def _too_small(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int]) -> str:
-    """Return which GPU has less memory than its roles need; empty if none has."""
+    """Return which GPU has less memory than the GPU's roles need; empty if every GPU has enough."""
     load = dict.fromkeys(range(len(gpu_bytes)), 0)
     for on_gpu, gpus, size in (
         (needed.learner_on_gpu, spec.cluster.learner_gpus, needed.learner_bytes),
@@ -123,7 +123,7 @@ REMEDY = "only code rewards need a sandbox: install bubblewrap, or use a kernel 
 
 
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
-    """Return which sandbox works here and what it isolates; one that `spec` names and that does not work is a `fault`."""
+    """Return the sandbox that works here and what it isolates; a `fault` if `spec` names a sandbox that does not work."""
     from paceline.reward.sandbox.choosing import report
 
     found = report()

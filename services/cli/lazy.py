@@ -161,7 +161,7 @@ def remedy(word: str, commands: Iterable[str]) -> str:
 
 
 def setting_for(option: str) -> str:
-    """Return how to write the setting that an unknown option such as `--learning_rate` names; empty if it names none."""
+    """Return how to write a setting that was given as an option, such as `--learning_rate`; empty if it is no setting."""
     from paceline.spec.faults import unknown_key
     from paceline.spec.foreign import look_up
     from paceline.spec.keys import keys

@@ -152,7 +152,7 @@ def _left_on_cpus(cluster: ClusterSection, number: int, rollout: bool) -> str:
 
 
 def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
-    """Return a warning for a service that chose the CPU although this host has GPUs; empty if it has none."""
+    """Return a warning for a service that chose the CPU although this host has GPUs; empty if this host has no GPU."""
     number = len(visible_gpus() if visible is None else visible)
     if not number:
         return ""
@@ -212,7 +212,7 @@ def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> li
 
 
 def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
-    """Return one GPU for each rank, or none. Raises SpecError for another number."""
+    """Return a GPU for each rank, or no GPUs. Raises SpecError if the spec names another number of GPUs than ranks."""
     if cluster.learner_gpus and len(cluster.learner_gpus) != cluster.learner_ranks:
         raise SpecError(
             f"cluster.learner_gpus has {len(cluster.learner_gpus)} GPUs for cluster.learner_ranks "

@@ -116,7 +116,7 @@ class RelayConnection:
         return self._client
 
     async def connected(self) -> RelayClient | None:
-        """Return the connection once it is complete; None, with a log line, if that does not happen."""
+        """Return the complete connection; None, with a log line, if the connection does not become complete."""
         client = self.client()
         if await asyncio.to_thread(client.wait, WAIT_S):
             return client

@@ -80,7 +80,7 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
 
 
 def make_files(directory: Path, seed: int) -> Path:
-    """Make model, data and specs of the demo unless the folder of this seed has them; return the folder."""
+    """Return the folder of this seed with model, data and specs of the demo; make what is missing."""
     made = directory / f"seed-{seed}"
     if made.is_dir():
         return made

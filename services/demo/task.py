@@ -30,7 +30,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def teach(right: str, dice: random.Random) -> str:
-    """Return the teacher's answer: in half of the cases one digit is replaced by another."""
+    """Return the teacher's answer: in half of the cases another digit replaces a digit of `right`."""
     if dice.random() >= TEACHER_ERROR_RATE:
         return right
     place = dice.randrange(len(right))

@@ -260,8 +260,7 @@ class EnvironmentRun:
         )
 
     async def _return_lease(self, lease: pb.Lease, error: str = "", reason: str = "") -> None:
-        """Return a lease; its turns stay in the ledger. An `error` counts as a failure, final if no attempt can
-        succeed."""
+        """Return a lease; its turns stay in the ledger. An `error` counts as a failure, which some reasons make final."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,

@@ -140,7 +140,7 @@ class Pauses(NamedTuple):
 
 PAUSES = Pauses()
 SUSPECT_BREAKS = 2
-"""After this many broken answers a turn may be what ends workers; only one such turn is sampled at a time."""
+"""Number of broken answers after which a turn may be the cause; only one such turn is sampled at a time."""
 
 MAX_BREAKS = 4
 """If this many answers of a turn were broken, the turn counts as the reason why workers ended."""
@@ -187,7 +187,7 @@ class SamplingWorkers:
         """Lock that is held while a turn is sampled that may be the reason why workers ended."""
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self.num_broken = 0
-        """Number of broken answers; each lost at most the tokens of one turn."""
+        """Number of broken answers; a broken answer loses at most the tokens of one turn."""
 
     def update(self, listed: worker_pb2.Engines) -> None:
         if listed.run_id == self.run_id:

@@ -58,12 +58,13 @@ class Ranks:
     first_rank: int = 0
     """Rank of the first process on this host; other hosts may have lower ranks."""
     events: queue.SimpleQueue[Ended | EndAll | None] = field(default_factory=queue.SimpleQueue)
-    """Ended ranks with their index on this host; `EndAll` orders the end of all, None reports a signal to stop."""
+    """Queue of ended ranks by index on this host; `EndAll` orders the end of all ranks, None reports a signal to stop.
+    """
     is_stopping: bool = False
     status: int = 0
     """Return code of the first rank that failed, negative for a signal as in `subprocess`; 0 if none failed."""
     on_loss: Callable[[str], None] = field(default=lambda _: None)
-    """Called when a rank has failed, with a sentence that says how, before the wait for the others."""
+    """Called after a rank has failed, before the wait for the other ranks, with a sentence about the failure."""
 
     def start(self, module: str, options: list[str], ranks: int) -> None:
         """Start the processes `python -m module options`, with torchrun's variables for ranks of one host."""
@@ -92,7 +93,7 @@ class Ranks:
             threading.Thread(target=self._wait_for, args=(index, process), daemon=True).start()
 
     def see_through(self, grace_s: float) -> None:
-        """Wait until all ranks have ended, and kill those that take too long."""
+        """Wait until all ranks have ended, and kill ranks that take too long."""
         alive, deadline_s = set(range(len(self.processes))), float("inf")
         while alive:
             left_s = min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
@@ -130,7 +131,7 @@ class Ranks:
             process.kill()
 
     def _failed(self, event: Ended) -> bool:
-        """Return whether an end is a fault. A rank that the signal kills while it still imports did not fail."""
+        """Return whether an end is a fault. A rank that a signal kills during the rank's imports did not fail."""
         return event.status != 0 and not (self.is_stopping and event.status == -signal.SIGTERM)
 
     def _send(self, indices: set[int], number: signal.Signals) -> None:

@@ -75,7 +75,7 @@ class LearnerRank:
         self.reachable = reachable
         """Address at which others reach this machine."""
         self.weights_bind, self.weights_host = fabric or host, fabric or reachable
-        """Address that this machine listens on for weights and for the other ranks, and the address that others use."""
+        """Address on which this machine listens for weights and ranks, and the address of this machine for others."""
         self.cpu_chosen = False
         """True if the service was started with --device cpu."""
         self.grace_s = grace_s
@@ -109,7 +109,7 @@ class LearnerRank:
         self._outgoing = ReportQueue(self.background.call, self.membership.report)
 
     def join(self) -> None:
-        """Become a member. Call it once the address is set, because the first message contains it."""
+        """Become a member, after the address is set: the first message contains the address."""
         self.background.start(self.membership.run())
         self.background.start(self._outgoing.run())
 

@@ -38,16 +38,16 @@ LOCK_NAME = "up.lock"
 USUAL_PORT, PAGE_PORT = 7070, 7080
 """Ports that the coordinator and its page take by default, if these ports are free."""
 NOT_READY_S = 60.0
-"""If the coordinator does not listen after this many seconds, a line says so; it is repeated at this interval."""
+"""Seconds between two lines that say that the coordinator does not listen yet."""
 
 GRACE_S = 25.0
 """Default of `grace_s`: seconds that a service may take to end after SIGTERM."""
 
 KILL_AFTER_S = 15.0
-"""Seconds after its grace at which a service is killed, because leaving and unloading are not part of the grace."""
+"""Seconds between the end of a service's grace and the kill: time to leave and to unload."""
 
 EXPLAIN_AFTER_S = 3.0
-"""If services that must end have not ended after this many seconds, a line names them."""
+"""Seconds after which a line names the services that must end and have not ended."""
 
 LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if it is killed before that, training continues from the previous checkpoint"
 WORKERS = ("rollout", "reward", "environment", "learner")
@@ -158,7 +158,7 @@ class LocalCluster:
         return self.address
 
     def start_workers(self) -> None:
-        """Start the workers and the learner. `cluster.environment_workers` must be a number, which the caller chooses."""
+        """Start the workers and the learner; no environment workers if `cluster.environment_workers` is None."""
         if self._visible and not named_in(self.cluster) and self.cluster.device != "cpu":
             self._say(
                 f"everything runs on CPUs, although this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
@@ -226,7 +226,7 @@ class LocalCluster:
         return service.name
 
     def size(self, role: str) -> int:
-        """Return the number of services of `role`, without those that are being removed."""
+        """Return the number of services of `role`, without services that are being removed."""
         return sum(service.stays for service in self._services[role])
 
     def resize(self, role: str, size: int) -> None:
@@ -342,7 +342,7 @@ WAIT_S = 120.0
 
 
 def start_page(cluster: LocalCluster, host: str, say: Callable[[str], None]) -> None:
-    """Start the page of a cluster; a thread waits until it listens and prints its link."""
+    """Start the page of a cluster; a thread waits until the page listens, and prints the link."""
     ready_file = cluster.start_dashboard(free_port(host, PAGE_PORT))
     thread = threading.Thread(target=_say_link, args=(ready_file, cluster.token_file, say), daemon=True)
     thread.start()

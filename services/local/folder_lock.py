@@ -24,7 +24,7 @@ class FolderLock:
         self._file: IO[str] | None = None
 
     def take(self) -> None:
-        """Take the lock at once, and create the folder if it is missing. Raises Conflict if another process holds it."""
+        """Take the lock at once, and create a missing folder. Raises Conflict if another process holds the lock."""
         make_directory(self._path.parent)
         file = self._path.open("a+")
         try:

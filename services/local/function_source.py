@@ -58,7 +58,7 @@ def _importable_file(function: FunctionType) -> Path | None:
 
 
 class _Source:
-    """Sources of functions and classes with everything that they use, each name once."""
+    """Sources of functions and classes, each once, with everything that the sources use."""
 
     def __init__(self) -> None:
         self._imports: dict[str, str] = {}

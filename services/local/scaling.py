@@ -23,7 +23,7 @@ ASK_S = 2.0
 
 CALL_S = 10.0
 AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
-"""Statuses of a failed request after which it is simply repeated."""
+"""gRPC statuses after which a failed request is simply repeated."""
 
 COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
 """Seconds: coldStartSeconds, idleSeconds and holdSeconds of a host's pools; processes start faster than hosts do."""
@@ -57,7 +57,7 @@ def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -
 
 
 class LocalScaler:
-    """Follows the sizes of the pools of one cluster, from entry to exit."""
+    """Gives the pools of one cluster the coordinator's sizes, from entry to exit."""
 
     def __init__(self, cluster: LocalCluster, say: Callable[[str], None], ask_s: float = ASK_S):
         self._cluster, self._say, self._ask_s = cluster, say, ask_s

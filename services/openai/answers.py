@@ -200,7 +200,7 @@ def reason_of(choice: Choice) -> str:
 
 
 def call_id(call: ToolCall, answer_id: str, index: int, number: int) -> str:
-    """Return the id of a call: its own id, or a generated one, which is the same with and without `stream`."""
+    """Return the id of a call: the call's own id, or a generated id, which is the same with and without `stream`."""
     return call.id or f"call_{hashlib.sha256(f'{answer_id}/{index}/{number}'.encode()).hexdigest()[:24]}"
 
 

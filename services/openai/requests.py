@@ -72,7 +72,7 @@ class Ask(BaseModel):
     """Sampling temperature; 0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Number of likeliest tokens to sample from; -1 and 0: all."""
+    """Number of likeliest tokens to sample among; -1 and 0 mean all tokens."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: int | None = None
@@ -98,7 +98,7 @@ class Ask(BaseModel):
 
     @property
     def stops(self) -> Stops:
-        """Return the stop strings of the request; if there are none, those of the run apply."""
+        """Return the stop strings of the request; the run's stop strings if the request has none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -164,7 +164,7 @@ class ChatAsk(Ask):
     separate_reasoning: bool | None = None
     """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """Field of other servers; must be true if the last message is the assistant's, which is continued, else false."""
+    """Field of other servers: true if the last message is the assistant's, which is always continued, else false."""
     add_generation_prompt: bool | None = None
     """Opposite of `continue_final_message`."""
 
@@ -259,7 +259,7 @@ def read_tools(tools: Sequence[Json] | None) -> list[Json]:
 
 
 def read_choice(choice: Any, tools: Sequence[Json]) -> ToolChoice:
-    """Return the calls that `tool_choice` allows. Raises Unsupported if it is unknown, or not in `tools`."""
+    """Return the calls that `tool_choice` allows. Raises Unsupported for an unknown choice, or a tool not in `tools`."""
     if choice is None:
         return AUTO if tools else NONE
     if choice in ("auto", "none"):

@@ -120,7 +120,7 @@ class ResponsesAsk(BaseModel):
 
 
 def read_responses_ask(body: Any) -> tuple[ResponsesAsk, ChatAsk]:
-    """Return a request and its chat. Raises InvalidInput that names the field."""
+    """Return a request and the equivalent chat. Raises InvalidInput that names the field."""
     ask = read_ask(ResponsesAsk, body)
     try:
         return ask, ask.chat()

@@ -38,7 +38,7 @@ class ReplayPlan:
     checkpoint: Checkpoint | None
     """Checkpoint to start from. None at step 0, where the run's model is loaded instead."""
     expected: Checkpoint | None
-    """The run's checkpoint after the last replayed step, which the result is compared with; None if there is none."""
+    """The run's checkpoint after the last replayed step, to compare with the result; None if the run has none."""
     warnings: tuple[str, ...] = ()
     """Keys of the run's spec that this version ignores."""
 

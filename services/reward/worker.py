@@ -118,8 +118,7 @@ class RewardWorker:
                 await self._score_forever(assignment.run_id, spec, runner)
 
     async def _bundled_spec(self, assignment: worker_pb2.RunAssignment) -> BundledSpec:
-        """Return the spec with its bundle's files. Raises Unreadable for files that this worker refuses, and transfer
-        errors."""
+        """Return the spec with paths of the bundle's files. Raises Unreadable for refused files, and transfer errors."""
         spec, bundle = spec_of(assignment), assignment.bundle
         others = [reward.function for reward in spec.rewards if reward.function not in self.only]
         if self.only and others:
@@ -255,7 +254,7 @@ class RewardWorker:
         )
 
     async def _submit(self, run_id: str, score: pb.ScoreResult, frames: list[bytes]) -> None:
-        """Submit the scores of a group; if the exchange refuses them, submit the reason."""
+        """Submit the scores of a group; if the exchange refuses the scores, submit the reason."""
         reply, _ = await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score), frames)
         if reply.status == pb.REPLY_STATUS_INVALID:
             log.error("the score of group %d was refused: %s", score.group_id, reply.message)

@@ -136,13 +136,13 @@ class GroupSampler:
 
 
 def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: IntArray) -> bool:
-    """Return whether the chat template opened the reasoning, so that completions of the prompt begin in it."""
+    """Return whether the chat template opened the reasoning, so that completions of the prompt begin with reasoning."""
     is_chat = not isinstance(prompt, str) or spec.data.apply_chat_template == "always"
     return is_chat and opens_reasoning(tokenizer, prompt_ids)
 
 
 def warnings_of_opening(spec: RunSpec) -> list[str]:
-    """Return a warning for each reward that expects `<think>` in completions, for a run whose prompts end with it."""
+    """Return a warning for each reward that expects `<think>` in completions, if the run's prompts end with `<think>`."""
     remedies = [
         (reward.label, f"leave {THINK} out of its pattern")
         for reward in spec.rewards
@@ -159,7 +159,7 @@ def warnings_of_opening(spec: RunSpec) -> list[str]:
 
 
 def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Completion | None]] | None:
-    """Return the prompt's tokens and the completions that an earlier worker began; None if they cannot be used."""
+    """Return the prompt's tokens and an earlier worker's unfinished completions; None if the prefix cannot be used."""
     reasons = lease.prefix_finish_reasons
     try:
         prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
@@ -225,7 +225,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return the coroutines' results. The first error cancels the others and is raised when they have ended."""
+    """Return the coroutines' results. The first error cancels the other coroutines, and is raised when they have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -49,7 +49,7 @@ RETURN_BYTES_PER_S = 8 << 20
 TOKEN_BYTES = 8
 """Bytes of a token's id and its log-probability."""
 MAX_UNEXPECTED = 4
-"""Unexpected errors in a row that count as faults of their groups; the next one counts as a fault of the worker."""
+"""Number of unexpected errors in a row that count as faults of groups; the next error is a fault of the worker."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
 CAPACITY_S = 0.5
@@ -404,7 +404,7 @@ async def _created(spec: RunSpec, device: str) -> Engine:
 
 
 def return_seconds(max_tokens: int, grace_s: float) -> float:
-    """Return the seconds of `grace_s` that are reserved to return up to `max_tokens` tokens: at most half of them."""
+    """Return the seconds, at most half of `grace_s`, that are reserved to return up to `max_tokens` tokens."""
     return min(RETURN_S + max_tokens * TOKEN_BYTES / RETURN_BYTES_PER_S, grace_s / 2)
 
 

@@ -35,7 +35,7 @@ PHASES = {
 
 
 class RolloutWeights:
-    """Receives the weights of one run for one engine. Create it on the event loop."""
+    """Receives the weights of one run for one engine. Create the object on the event loop."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RolloutWeights:
             self._on_ack(version, False, first_line(error))
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """Accept the learner's offer of a version in the object store; answer an invalid or failing one with an error."""
+        """Accept the learner's offer of a stored version; if the offer is invalid or fails, answer with an error."""
         try:
             stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:

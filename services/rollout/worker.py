@@ -65,7 +65,7 @@ class RolloutWorker:
 
     @property
     def served(self) -> RolloutRun | None:
-        """Return the run that serves callers: the current one, else the last one."""
+        """Return the run that serves callers: the current run, else the last run."""
         return self._run or self._ended_run
 
     async def work(self) -> None:
@@ -100,7 +100,7 @@ class RolloutWorker:
                 await _ended(work)
 
     async def drain(self, grace_s: float) -> int:
-        """Finish as many leases as possible in `grace_s` seconds, return the others, and return their number."""
+        """Finish as many leases as possible in `grace_s` seconds, return the other leases, and return their number."""
         run = self.served
         returned = await run.drain(grace_s) if run is not None else 0
         self.drained.set()

@@ -278,7 +278,7 @@ def _check_options(
 
 
 def _by_reward(groups: list[dict[str, Any]], *, best: bool) -> list[dict[str, Any]]:
-    """Return a group for each completion with a reward, best or worst first; equal rewards keep their order."""
+    """Return a group for each completion with a reward, best or worst first; equal rewards keep the earlier order."""
     alone = [
         group | {"completions": [completion], "reward": completion["reward"]}
         for group in groups

@@ -131,7 +131,7 @@ def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterator[tuple[Source, str]]:
-    """Open the records of a run by its id or folder; return them with the id. Raises NotFound, Unavailable."""
+    """Open the records of a run by its id or folder; yield records and id. Raises NotFound, Unavailable."""
     path, run_id = (directory / LEDGER_NAME, run) if coordinator else find_run(run, directory)
     with ledger_source(path) if run_id != run else records_of(directory, coordinator) as source:
         yield source, run_id

@@ -61,7 +61,7 @@ class Course:
         self._live_from = live_from
         self.step = 0
         self.values: list[float] = []
-        """Rewards of the steps that had one. If the run trains on examples: losses of the steps."""
+        """Reward of each step that had a reward; for a run on examples, the loss of each step."""
         self.measure = "reward"
         """Name of the values: `reward` or `loss`."""
         self.evaluations: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ class Course:
 
 @contextlib.contextmanager
 def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Iterator[Show]:
-    """Yield a function that shows an event. Events up to number `earlier` were shown before: one line summarizes them."""
+    """Yield a function that shows an event. One line summarizes the events up to number `earlier`, shown before."""
     with contextlib.ExitStack() as stack:
         if shown.as_json:
             say = None

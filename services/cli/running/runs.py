@@ -222,7 +222,8 @@ def _row(pool: PoolStatus) -> list[str]:
 
 
 LEAVING_S = 30.0
-"""Seconds after its grace in which a worker should leave: it returns unfinished work, or writes a checkpoint."""
+"""Seconds after a worker's grace in which the worker should leave: it returns unfinished work, or writes a checkpoint.
+"""
 POLL_S = 0.2
 
 

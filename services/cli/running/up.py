@@ -237,7 +237,7 @@ def _begun(
     going_on: Sequence[str],
     say: Callable[[str], None],
 ) -> list[str]:
-    """Resume and submit runs as requested; return the runs to follow: the new one, else all open ones."""
+    """Resume and submit runs as requested; return the runs to follow: the new run, else all open runs."""
     for run_id in resumed:
         client.resume(run_id)
     if spec is None:
@@ -351,7 +351,7 @@ class LeftRuns:
     """Sequence number of the newest event of each run, by run id."""
 
     def advice(self, resumed: Sequence[str] = ()) -> list[str]:
-        """Return a sentence for each run that needs a person, without the `resumed` ones."""
+        """Return a sentence for each run that needs a person, except for the runs in `resumed`."""
         failed = [(run_id, failed_run) for run_id, failed_run in self.failed.items() if run_id not in resumed]
         newest = failed[: -MAX_SHOWN - 1 : -1]
         sentences = [

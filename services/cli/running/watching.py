@@ -83,7 +83,7 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 @contextlib.contextmanager
 def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
-    """Print on stderr which run a queued one waits for; check that every `every_s` seconds, and print changes."""
+    """Print on stderr which run a queued run waits for; check this every `every_s` seconds, and print changes."""
     shown = _tell(source, run_id, ())
     if every_s is None:
         yield
@@ -115,7 +115,7 @@ def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...
 
 
 def in_front_of(source: Source, run_id: str) -> render.Facts | None:
-    """Return the open run that a queued one waits for; None if there is none."""
+    """Return the open run that a queued run waits for; None if the queued run waits for none."""
     for run in source.runs():
         facts = render.run_facts(run)
         if facts["run_id"] == run_id:
@@ -126,7 +126,7 @@ def in_front_of(source: Source, run_id: str) -> render.Facts | None:
 
 
 def advice(run_id: str, ahead: render.Facts) -> str:
-    """Return which run a queued one waits for, and how to end the run that it waits for."""
+    """Return a sentence that names the run `ahead`, for which the queued run waits, and how to end `ahead`."""
     state = f"{ahead['state']}, step {ahead['step']} of {ahead['max_num_steps']}"
     reason = f": {ahead['message']}" if ahead["message"] else ""
     return f"{run_id} waits for {ahead['run_id']} ({state}{reason}); `paceline cancel {ahead['run_id']}` ends that run"

@@ -135,8 +135,7 @@ class PolledFile(Generic[ContentT]):
         read: Callable[[Path], ContentT],
         changed: Callable[[ContentT, ContentT], None] = lambda before, after: None,
     ):
-        """`read` returns the content, also of a missing file; `changed` gets a change's contents. Raises Conflict for
-        damage."""
+        """`read` returns the content, or that of a missing file; `changed` gets old and new content. Raises Conflict."""
         self._path, self._read, self._changed = path, read, changed
         self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")
@@ -162,7 +161,7 @@ FRESH_S = 2.0
 KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
-"""At most this many answers of the coordinator are kept; the newest ones stay."""
+"""Largest number of the coordinator's answers that are kept; the newest answers stay."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
 """Name of a caller with the worker's token while the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

@@ -14,9 +14,9 @@ from paceline.tls.certificates import Identity, identity_of, read_certificate
 from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
-"""At most this many client certificates have their names cached."""
+"""Largest number of client certificates whose names are cached."""
 MAX_PEERS = 8192
-"""At most this many peers have their addresses cached."""
+"""Largest number of peers whose addresses are cached."""
 MAX_HOST = 64
 
 
@@ -61,7 +61,7 @@ def server_context(folder: TlsFolder) -> ssl.SSLContext:
 
 
 def identity_of_call(context: Any) -> Identity | None:
-    """Return the identity in a call's client certificate, or None. Raises InvalidInput for one without a role."""
+    """Return the identity in a call's client certificate, or None. Raises InvalidInput if the certificate has no role."""
     pem = context.auth_context().get("x509_pem_cert")
     return identity_of(pem[0]) if pem else None
 

@@ -83,7 +83,7 @@ class _Requests:
         return request
 
     async def close(self) -> None:
-        """Free gRPC's data of the call: receiver and generator refer to each other until the generator has ended."""
+        """Free gRPC's data of the call: receiver and generator refer to each other until the generator's end."""
         with contextlib.suppress(RuntimeError):  # another task of the call's handler is still reading
             await self._requests.aclose()
 
@@ -186,7 +186,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     async def _admit(
         self, handler: Any, method: str, token: str, requests: _Requests, context: Context
     ) -> tuple[Caller, Any]:
-        """Return the caller and the request (or the stream of requests) of a permitted call; abort any other call."""
+        """Return caller and request (or stream of requests) of a permitted call; abort a call that is not permitted."""
         caller: Caller | None = None
         request: Any = None
         certificate = ""
@@ -232,7 +232,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     @contextlib.contextmanager
     def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
-        """Note a call that changes something, with its result: a stream at its first answer, and if a fault ends it."""
+        """Note the result of a call that changes something: of a stream the first answer, and a fault that ends it."""
         right, noted = self._rights.get(method), _Noted(method, caller, context, requests)
         if right is None or not right.changes:
             noted.has_begun = True

@@ -44,7 +44,7 @@ RowT = TypeVar("RowT")
 
 @dataclass(frozen=True)
 class NamedToken:
-    """One row of the table. Times are seconds since 1970."""
+    """A named token; times are seconds since 1970."""
 
     name: str
     role: str
@@ -101,7 +101,7 @@ def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
 
 
 def revoke(path: Path, name: str, bootstrap: str = "") -> int:
-    """Revoke the tokens of a name; return how many. `bootstrap` is the bootstrap token, for its name. Raises NotFound."""
+    """Revoke the tokens of a name; return their number. The name BOOTSTRAP has the token `bootstrap`. Raises NotFound."""
     now_s, number = time.time(), 0
     with _edited(path) as table:
         if name == BOOTSTRAP and bootstrap:
@@ -170,7 +170,7 @@ def revoke_certificate(path: Path, name: str) -> None:
 
 
 def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -> Mapping[str, RowT]:
-    """Return a file's rows, none without a file. Raises Conflict for damage; `again` is what to do after deleting it."""
+    """Return a file's rows, none without a file. Raises Conflict for a damaged file, with the remedy `again`."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:

@@ -35,7 +35,7 @@ MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
 HEALTHY_S = 30.0
 """A life of at least this many seconds counts as progress, because by then the pool has started and worked."""
 LOGGED_EACH = 4
-"""Each of this many deaths in a row is logged; of later ones only the fifth, the tenth, the twentieth and so on."""
+"""Number of deaths in a row that are each logged; afterwards only the fifth, tenth, twentieth and so on are logged."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE})
 """Signals that come from outside the program: from a person, or from the kernel for lack of memory."""
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -54,7 +54,7 @@ class Death:
 
     @property
     def way(self) -> tuple[int, str]:
-        """Return the status, and the reason without its numbers: equal values for two deaths of one cause."""
+        """Return the status, and the reason without its numbers; the result is equal for two deaths of one cause."""
         return self.status, CHANGING.sub("#", self.reason)
 
 

@@ -11,7 +11,7 @@ PERIOD_S = 10.0
 
 
 class ProgressLog:
-    """Adds up amounts, and writes a line with their sums once a period."""
+    """Adds up amounts, and writes a log line with the sums once a period."""
 
     def __init__(self, log: logging.Logger, *, period_s: float = PERIOD_S, clock: Callable[[], float] = time.monotonic):
         self._log, self._period_s, self._clock = log, period_s, clock
@@ -29,7 +29,7 @@ class ProgressLog:
 
 
 class Occupancy:
-    """Share of a worker's capacity in use; it begins with 0."""
+    """Share of a worker's capacity in use, as a mean over time from 0 at the start."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -81,7 +81,7 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPEN_STREAM,
     }
 )
-"""Limits by `package.Service/Method`; any other method has the USUAL one."""
+"""Maps `package.Service/Method` to the limit of the method; a method without a row has the limit USUAL."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 Key = tuple[str, str]

@@ -49,7 +49,7 @@ CONNECT_S = 5.0
 
 
 def watch(socket: zmq.Socket[Any]) -> None:
-    """Set the keepalive of a ZeroMQ socket; call it before the socket is bound or connected."""
+    """Set the keepalive of a ZeroMQ socket; call this function before the socket is bound or connected."""
     for option, seconds in (
         (zmq.HEARTBEAT_IVL, PING_S),
         (zmq.HEARTBEAT_TIMEOUT, SILENCE_S),
@@ -60,7 +60,7 @@ def watch(socket: zmq.Socket[Any]) -> None:
 
 
 def use_ipv6(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Allow a socket to bind or connect to an endpoint with an IPv6 host, such as `tcp://[::1]:7071`. Call it before either."""
+    """Allow a socket to bind or connect to an IPv6 host, such as `tcp://[::1]:7071`; call this function first."""
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
 

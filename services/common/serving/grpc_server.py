@@ -39,7 +39,7 @@ IDLE_S = 60.0
 MAX_STREAMS = 4096
 """Largest number of calls in progress on one connection; a channel delays further calls."""
 MAX_CONNECTIONS = 4096
-"""Largest number of connections to each port of a server without another number; a further one is closed at once."""
+"""Default of the largest number of connections to each port of a server; a further connection is closed at once."""
 STOP_GRACE_S = 1.0
 """Seconds that calls in progress have when the service ends."""
 LIMITS = [
@@ -76,7 +76,7 @@ StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
 
 def with_status(call: CallT) -> CallT:
-    """Wrap a unary method: a PacelineError becomes a status with its message, another one INTERNAL, logged and counted."""
+    """Wrap a unary method: a PacelineError becomes a status with its message, another error INTERNAL and a log line."""
 
     @functools.wraps(call)
     async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -183,7 +183,7 @@ class GrpcServer:
         self._reminding = asyncio.create_task(remind(insecurity(self.host)))
 
     async def set_serving(self, name: str, serving: bool) -> None:
-        """Set the health of one service, which tells whether it can work. The health of the process is not changed."""
+        """Set the health of one service, which tells whether the service can work. The health of the process stays."""
         states = health_pb2.HealthCheckResponse
         await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 

@@ -28,7 +28,8 @@ MAX_CONNECTIONS = 512
 SHARE_OF_ADDRESS = 0.5
 """Share of the connections that one address may have, so that no address excludes all others."""
 IDLE_S = 75.0
-"""Seconds for which a connection may wait for its first or next request; proxies keep idle ones for a minute."""
+"""Seconds for which a connection may wait for its first or next request; a proxy keeps idle connections for a minute.
+"""
 UNREAD_S = 30.0
 """Seconds for which a client may leave its answer unread."""
 CHECK_S = 1.0
@@ -147,7 +148,7 @@ class HttpListener:
         return _Connection(self, server(), self._clock)
 
     def opened(self, connection: _Connection) -> str:
-        """Register a connection; return the reason why it is refused, empty if it is accepted."""
+        """Register a connection; return the reason for a refusal, empty if the connection is accepted."""
         most = self._limits[0] or MAX_CONNECTIONS
         if len(self._connections) >= most:
             return f"{self._name} has {most} connections, the maximum; try again later"

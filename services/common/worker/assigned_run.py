@@ -30,14 +30,14 @@ class AssignedRun:
     def __init__(self) -> None:
         self.assignment: worker_pb2.RunAssignment | None = None
         self.failure: worker_pb2.ConnectRequest | None = None
-        """Report of the last set-up's failure; None if it succeeded."""
+        """Report of the last set-up's failure; None if the last set-up succeeded."""
         self.changed = asyncio.Event()
-        """Event that is set by a directive that changes the work; the worker clears it."""
+        """Event that a directive sets if the work changes; the worker clears the event."""
         self.on_readiness: Callable[[bool], Awaitable[None]] = _ignore
         """Called with True when the worker can work on its run or is idle, with False when the set-up has failed."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Follow a directive to work on a run; return whether it is another one. A failed set-up is tried again now."""
+        """Follow a directive to work on a run; return whether the run is new. A failed set-up is tried again at once."""
         is_new = self.assignment is None or self.assignment.run_id != assignment.run_id
         if is_new or self.failure is not None:
             self.failure = None

@@ -47,7 +47,7 @@ RESEND_S = 60.0
 """A request without a reply is sent again after this many seconds, then after pauses of twice the length each time. The
 first pause is longer than any wait that a request may ask for."""
 MAX_SENDINGS = 16
-"""The replies to at most this many transmissions of one request still count: those to the newest ones."""
+"""Largest number of transmissions of one request whose replies still count: the newest transmissions."""
 NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
 """Kinds of requests for which only a reply to the newest transmission counts: the newest request lists the worker's
 leases, so the coordinator has revoked anything that an earlier reply granted."""
@@ -181,7 +181,7 @@ class Membership:
             self._on_refused()
 
     async def _tls_fault(self) -> str:
-        """Return the TLS error of the last TROUBLE_LOG_S seconds that keeps this worker out; empty without one."""
+        """Return the TLS error of the last TROUBLE_LOG_S seconds that prevents a connection; empty if there was none."""
         now_s = time.monotonic()
         if now_s >= self._next_diagnosis_s:
             self._next_diagnosis_s = now_s + TROUBLE_LOG_S
@@ -276,7 +276,7 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return the worker's gauges, memory, GPUs and number of unexpected errors; only that number if gauges fail."""
+        """Return gauges of the worker, memory, GPUs and unexpected errors; only the last if the worker's gauges fail."""
         try:
             gauges = self._gauges() | process_gauges() | gpu_gauges.SAMPLER.gauges()
         except Exception as error:

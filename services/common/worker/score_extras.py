@@ -34,7 +34,7 @@ ENDPOINT_METRICS = {
     "completion_tokens": "endpoint_completion_tokens",
     "cost": "endpoint_cost",
 }
-"""Maps the name of each sum of requests to services (`paceline.reward.trainer_view.USAGE`) to its metric."""
+"""Maps the name of a sum over requests to services (`paceline.reward.trainer_view.USAGE`) to a metric's name."""
 MAX_SUMS = 256
 """Largest number of sums of one worker; further ones are left out."""
 
@@ -51,7 +51,7 @@ class FunctionSums:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_result(self, functions: Sequence[RewardFunctionSection], result: RewardResult) -> None:
-        """Add the calls of one group. `functions` are all of the run; if the first ones ran alone, only they are added."""
+        """Add the calls of one group. `functions` are the run's functions; `result` may have only the first of them."""
         for function, duration_s in zip(functions, result.durations_s_F, strict=False):
             self.add({f"{CALLS}/{function.label}": 1.0, f"{SECONDS}/{function.label}": duration_s})
         if result.failure is not None:
@@ -143,7 +143,7 @@ def extra_json(columns: Mapping[str, list[Any]]) -> str:
 
 
 def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
-    """Return a group's line of extra.jsonl; empty unless `text` is a JSON object of lists with a value a completion."""
+    """Return a group's line of extra.jsonl; empty unless `text` is a JSON object of lists with one value a completion."""
     if not text or len(text) > MAX_BYTES:
         return ""
     try:

@@ -39,7 +39,7 @@ class NodeStore:
         self._is_silent = False
 
     def number(self, key: str, increment: int) -> int:
-        """Add to a counter, and return its new value. Raises FAULTS."""
+        """Add `increment` to the counter `key`, and return the new value. Raises FAULTS."""
         return int(self._bounded(lambda: self._store.add(PREFIX + key, increment)))
 
     def write(self, key: str, **value: Any) -> None:
@@ -62,7 +62,7 @@ class NodeStore:
         return value if isinstance(value, dict) else {}
 
     def _bounded(self, operation: Callable[[], ResultT]) -> ResultT:
-        """Return an operation's result. Raises TimeoutError after the deadline, and then at once for later operations."""
+        """Return an operation's result. Raises TimeoutError after the deadline; later operations then raise it at once."""
         if self._wait_s is None:
             return operation()
         if self._is_silent:
@@ -92,7 +92,7 @@ def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
 
 
 def connect(host: str, port: int) -> NodeStore:
-    """Return the store of another host. Raises FAULTS if its port is closed or it does not answer within ANSWER_S."""
+    """Return the store of another host. Raises FAULTS if the port is closed or does not answer within ANSWER_S."""
     wait = timedelta(seconds=ANSWER_S)
     # Torch writes a C++ trace for each port that is closed.
     socket.create_connection((host, port), CONNECT_S).close()

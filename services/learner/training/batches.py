@@ -87,7 +87,8 @@ class BatchClient:
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:
-        """Return this rank's part of a step's batch, again if damaged; None without one, or if this rank stops."""
+        """Return this rank's part of a step's batch; None if there is none yet or this rank stops. Refetch a damaged
+        part."""
         rank = self._rank
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         for attempts_left in reversed(range(ATTEMPTS)):

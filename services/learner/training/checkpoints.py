@@ -51,8 +51,7 @@ class NotShared(PacelineError):
 
 
 class SessionCheckpoints:
-    """One rank's part of a session's checkpoints. `report` sends a complete one's report, `warn` a failed one's
-    warning."""
+    """One rank's part of a session's checkpoints. `report` gets complete checkpoints, `warn` warnings about failures."""
 
     def __init__(
         self,
@@ -229,7 +228,7 @@ class SessionCheckpoints:
         return failure
 
     def _register(self, saved: Checkpoint) -> None:
-        """Report a checkpoint that is complete at its destination; for an object store on the uploading thread."""
+        """Report a checkpoint that is complete at its destination; called on the uploading thread for an object store."""
         self.newest = (str(saved.path), saved.manifest.step)
         self._report(
             worker_pb2.ConnectRequest(

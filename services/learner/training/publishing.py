@@ -1,4 +1,4 @@
-"""Publishing of one run's weights: members named before the channel exists, the spec's channel, and its reports."""
+"""Publishes one run's weights through the channel of the spec; members may come before the channel exists."""
 
 from __future__ import annotations
 
@@ -210,8 +210,7 @@ class _WeightChannelFactory:
         return make_board(self._rank.weights_bind, self._rank.weights_host, broadcast_bytes)
 
     def delta(self, *, on_device: bool = True) -> DeltaChannel:
-        """Return the delta channel: all ranks write, rank 0 offers. If the copy is `on_device`, that needs memory for
-        it."""
+        """Return the delta channel: all ranks write, rank 0 offers. A copy `on_device` needs memory of the device."""
         board, rank, world_size = self._board(), self._rank.rank, self._rank.world_size
         if rank != 0:
             return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype, on_device=on_device)

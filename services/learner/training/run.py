@@ -84,7 +84,7 @@ class LearnerRun:
             assignment, self.spec.checkpointing, self._reports.keep, self._reports.warn
         )
         self.publishing = Publishing(assignment, self.spec, rank, self._reports.warn)
-        """Publishes the run's weights to the members; takes the control plane's messages about them."""
+        """Publishes the run's weights to the members, and takes the control plane's messages about the weights."""
         self._progress = ProgressLog(log)
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RunReports:
-    """Sends one rank's reports: of ranks other than 0 only faults. Rank 0 keeps the newest report of each kind."""
+    """Sends the reports of one rank. Rank 0 keeps the newest report of each kind; other ranks report only faults."""
 
     def __init__(
         self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None], is_first: bool
@@ -134,7 +134,7 @@ def describe(
 
 
 def is_lack_of_memory(error: Exception) -> bool:
-    """Return whether the device or the host had no memory left; not all of torch's errors have a type for it."""
+    """Return whether device or host had no memory left; some of torch's errors show this only by their text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)

@@ -289,7 +289,7 @@ class Recorder(Protocol):
         """Store the choices of an answer, before it is sent. Raises nothing, because the answer is sent in any case."""
 
     async def rate(self, feedback: FeedbackAsk) -> Json:
-        """Store feedback, and return the answer to it. Raises NotFound, Conflict, Unavailable."""
+        """Store feedback, and return the answer to the client. Raises NotFound, Conflict, Unavailable."""
 
 
 def rows_of(served: Served, ask: EngineAsk, choices: Sequence[Choice]) -> list[Json]:
