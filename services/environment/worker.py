@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class EnvironmentWorker:
-    """A member of the environment pool with at most one run at a time. A failed set-up is retried with the back-off
-    `pause` as long as the run is assigned."""
+    """A member of the environment pool; works on one run. `pause` is the back-off before a failed set-up is repeated."""
 
     def __init__(
         self,

@@ -16,8 +16,7 @@ class FolderLock:
     """A lock that one object at a time holds, from `take` to `release`."""
 
     def __init__(self, path: Path, who: str, option: str = "--directory"):
-        """`path` is the lock's file in its folder, and `who` describes the holder. `option` is the command-line option
-        with which the user can choose another folder."""
+        """`path` is the lock's file, `who` describes the holder, `option` is the command-line option for the folder."""
         self._path = path
         self._who = who
         self._option = option

@@ -46,7 +46,7 @@ class GroupInputs:
 
 
 def inputs_of_completions(prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]) -> GroupInputs:
-    """Return a group's inputs without an environment. Completions include the beginning in the prompt, as in TRL."""
+    """Return a group's inputs without an environment; completions include an answer's beginning in the prompt."""
     count = len(completions)
     texts: list[Any] = [completion.text for completion in completions]
     if not isinstance(prompt, str):

@@ -61,8 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupSampler:
-    """Samples the groups of one run. `on_sample_end` is called with the group of each ended sample, `on_warning` once
-    with each warning about the run."""
+    """Samples one run's groups. `on_sample_end` gets each ended sample's group, `on_warning` each warning once."""
 
     def __init__(
         self,

@@ -181,8 +181,7 @@ class RolloutRun:
         await self._no_external.wait()
 
     async def _pause_requests(self, refusal: str) -> None:
-        """Wait before the next request for leases, because the exchange refused one. Groups in progress continue,
-        because an end of this worker would count as their crash."""
+        """Wait before the next request for leases; groups go on, because this worker's end would count as their crash."""
         pause_s = self.refused_pause.next_s()
         log.error("the exchange refused the lease request, retrying in %.0f s: %s", pause_s, refusal)
         await self._await_room(pause_s)

@@ -18,7 +18,7 @@ STARTER_VARIABLE = "PACELINE_STARTER"
 
 
 def die_with_starter() -> None:
-    """Let SIGTERM end this process when the starter named in the environment dies; does nothing but on Linux."""
+    """Let SIGTERM end this process when the starter named in the environment dies. Linux only: elsewhere do nothing."""
     starter = os.environ.get(STARTER_VARIABLE)
     if starter:
         die_with_parent(int(starter), signal.SIGTERM)

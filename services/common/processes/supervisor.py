@@ -305,8 +305,7 @@ WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 
 
 def last_lines(log_path: Path, start: int = 0, count: int | None = None) -> list[str]:
-    """Return the last `count` lines (default: LOG_TAIL_BYTES) after byte `start`, but blank lines and Python's
-    warnings."""
+    """Return the last `count` lines (None: LOG_TAIL_BYTES) after byte `start`, but no blank lines and Python warnings."""
     if not log_path.exists():
         return []
     with log_path.open("rb") as log:

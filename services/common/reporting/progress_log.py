@@ -29,7 +29,7 @@ class ProgressLog:
 
 
 class Occupancy:
-    """Share of a worker's capacity in use, as a mean over time from 0 at the start."""
+    """Mean share of a worker's capacity in use, over time; the share begins with 0."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

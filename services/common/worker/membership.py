@@ -198,8 +198,7 @@ class Membership:
         await self._outbox.put(report)
 
     async def leave(self, wait_s: float = LEAVE_WAIT_S, *, reason: str = "") -> bool:
-        """Leave the coordinator; `reason` is the fault, if a fault is the cause. Return whether the coordinator read
-        all reports and ended the stream within `wait_s` seconds."""
+        """Leave, with the `reason` of a fault; return whether the coordinator read all reports within `wait_s` seconds."""
         self._leaving.set()
         await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave(reason=reason)))
         with contextlib.suppress(TimeoutError):

@@ -259,8 +259,8 @@ class SessionCheckpoints:
         return self._uploads is None or self._uploads.until_stored(ended)
 
     def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
-        """Finish the checkpoint of the last step, with retries (the disk may be full), because no later one replaces
-        it. Raises Unavailable after the last attempt."""
+        """Finish the last checkpoint, with retries, because the disk may be full. Raises Unavailable after the last
+        try."""
         for pause_s in LAST_SAVE_PAUSES_S:
             if not any_over_ranks([bool(self.finish())], trainer.device)[0]:
                 return
