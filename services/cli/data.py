@@ -53,7 +53,7 @@ def prepare(
 
     if destination.suffix != ".jsonl":
         raise click.UsageError(
-            f"{destination.name} is not a .jsonl file; name one, because the rows are written as JSONL"
+            f"{destination.name} is not a .jsonl file; name a .jsonl file, because the rows are written as JSONL"
         )
     loaded = load_spec(spec, overrides)
     if not loaded.data.preparation.is_used:

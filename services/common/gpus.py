@@ -170,7 +170,7 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
     if ranks > room:
         raise SpecError(
             f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs a GPU"
-            f"{' and the rollout workers another' if shares else ''}; lower it, name GPUs in cluster.learner_gpus and "
+            f"{' and the rollout workers another' if shares else ''}; lower the ranks, name GPUs in cluster.learner_gpus and "
             "cluster.rollout_gpus, or set cluster.device to cpu"
         )
     learner = tuple(range(ranks))

@@ -173,7 +173,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         if self._worker.only and (others := sorted({*names} - {*used} - self._worker.only)):
             raise Conflict(
                 f"this worker scores only with {', '.join(sorted(self._worker.only))} (--only), not with {', '.join(others)}; "
-                "use another one"
+                "use another worker"
             )
         for name in names:
             if name not in used and name not in BUILTIN_FUNCTIONS:

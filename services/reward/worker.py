@@ -123,7 +123,7 @@ class RewardWorker:
         if self.only and others:
             raise Unreadable(
                 f"this worker scores only with {', '.join(sorted(self.only))} (--only), but the run has {', '.join(others)}; "
-                "start a reward worker without --only, or name them too"
+                "start a reward worker without --only, or add these functions to --only"
             )
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the functions: {why}")

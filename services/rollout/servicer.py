@@ -142,7 +142,7 @@ def _check_tokens(completions: list[Completion], pinned: common_pb2.PolicyVersio
     """Raise Conflict if weights changed during a request of an evaluation."""
     spans = {Version(span.session, span.step) for each in completions for span in each.spans}
     if others := spans - {_version(pinned), BEGUN_VERSION}:
-        raise Conflict(f"this worker received version {tuple(max(others))} while it sampled; try another worker")
+        raise Conflict(f"this worker received version {tuple(max(others))} during the request; try another worker")
 
 
 async def _prompt_ids(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> IntArray:

@@ -94,7 +94,7 @@ def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
         if any(row.name == name and not row.refusal(now_s) for row in table.values()):
             raise Conflict(f"a valid token named {name} exists already; revoke it, or choose another name")
         if len(table) >= MAX_TOKENS:
-            raise Conflict(f"{path} has {MAX_TOKENS} tokens, the maximum; remove revoked ones")
+            raise Conflict(f"{path} has {MAX_TOKENS} tokens, the maximum; remove revoked tokens")
         row = NamedToken(name, role.value, digest_of(token), now_s, now_s + lasts_s if lasts_s else 0.0)
         table[row.sha256] = row
     return token

@@ -148,7 +148,7 @@ class Sampler:
             num_tokens = len(completion.token_ids)
             if completion.finish_reason == "abort":
                 raise Unavailable(
-                    f"the worker stopped serving {self.served.run_id} while it generated; try another worker, "
+                    f"the worker stopped serving {self.served.run_id} during the request; try another worker, "
                     "or try later"
                 )
         self._tell(completion, [*self.reader.push(tail), *self.reader.finish()], num_tokens, last=True)
@@ -222,7 +222,7 @@ class Sampler:
 
     def _other_version(self) -> VersionGone:
         return VersionGone(
-            f"the worker received new weights while it generated; it serves {served_names(self.served)} now. "
+            f"the worker received new weights during the request; the worker serves {served_names(self.served)} now. "
             f"Ask for {self.served.run_id!r} to let a completion continue through updates"
         )
 
