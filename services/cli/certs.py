@@ -12,15 +12,7 @@ from paceline.services.cli import render
 from paceline.services.cli.render import FOLDER
 from paceline.services.common.access.token_table import REVOKED_NAME, revoke_certificate
 from paceline.services.common.options import directory_option, json_option
-from paceline.tls.authority import (
-    AUTHORITY,
-    AUTHORITY_DAYS,
-    CERTIFICATE_DAYS,
-    issue,
-    issued,
-    make_authority,
-    renew,
-)
+from paceline.tls.authority import AUTHORITY, AUTHORITY_DAYS, CERTIFICATE_DAYS, issue, issued, make_authority, renew
 from paceline.tls.certificates import ROLES, Certificate, read_certificate
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])

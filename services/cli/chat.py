@@ -14,13 +14,7 @@ from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
 from paceline.services.cli.recorded.source import opened_ledger
-from paceline.services.common.options import (
-    coordinator_option,
-    directory_option,
-    find_run,
-    json_option,
-    print_json,
-)
+from paceline.services.common.options import coordinator_option, directory_option, find_run, json_option, print_json
 from paceline.services.common.processes.starting import quiet_libraries
 from paceline.services.common.reporting.terminal import visible
 from paceline.spec import RunSpec
@@ -60,8 +54,7 @@ def chat(
 
 
 def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSpec:
-    """Return the settings to sample with from a run's export or from a model folder; with `scores` the model may be a
-    reward model. Raises NotFound, InvalidInput."""
+    """Return a spec to sample from `model`, or with `scores` from a reward model. Raises NotFound, InvalidInput."""
     if is_url(model):
         return _spec_of_folder(model)
     folder = Path(model).expanduser()
@@ -100,7 +93,6 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
 
 
 def with_generation(spec: RunSpec, **settings: Any) -> RunSpec:
-    """Return the spec with other settings of policy.generation."""
     generation = spec.policy.generation.model_copy(update=settings)
     return spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
 
@@ -164,7 +156,7 @@ class Talk:
         return bool(self.tokenizer.chat_template) and self.spec.data.apply_chat_template != "never"
 
     async def answer(self, line: str, show: Any = None) -> str:
-        """Return the model's answer to a line of the conversation. Raises InvalidInput if it is too long."""
+        """Return the model's answer to a line of the conversation. Raises InvalidInput if the line is too long."""
         from paceline.data.tokens import encode_prompt, with_system_prompt
 
         data, prompt = self.spec.data, line

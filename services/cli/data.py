@@ -1,5 +1,4 @@
-"""`paceline data`: `inspect` shows a spec's data before a run (counts, lengths, samples with their masks, overlap), and
-`prepare` writes the training data as `data.preparation` makes them."""
+"""`paceline data`: shows a spec's data (`inspect`), or writes them as `data.preparation` makes them (`prepare`)."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def prepare(
 
     if destination.suffix != ".jsonl":
         raise click.UsageError(
-            f"{destination.name} is not a .jsonl file; name one, because the rows are written as JSONL"
+            f"{destination.name} is not a .jsonl file; name a .jsonl file, because the rows are written as JSONL"
         )
     loaded = load_spec(spec, overrides)
     if not loaded.data.preparation.is_used:
@@ -75,8 +74,7 @@ def prepare(
 
 
 def attempts_in(directory: Path, coordinator: str | None) -> Callable[[str], Iterator[tuple[Any, list[float]]]]:
-    """Return a function that takes the id or the folder of a run and reads the run's scored groups from the options'
-    source."""
+    """Return a function that reads a run's scored groups, by the run's id or folder, from the options' source."""
 
     def attempts_of(run: str) -> Iterator[tuple[Any, list[float]]]:
         with records_of_run(run, directory, coordinator) as (source, run_id):
@@ -234,8 +232,7 @@ def _first_rows(spec: RunSpec) -> Rows:
 
 
 def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
-    """Return the name and the number of rows of each data set in a list, with its share of the draws if there are
-    weights."""
+    """Return name, number of rows and, if there are weights, share of the draws of each data set."""
     from paceline.data.rows import sizes_of
 
     names = spec.data.source_names(validation=validation)
@@ -266,8 +263,7 @@ def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[
 
 
 def _train_prompts(rows: Rows, spec: RunSpec) -> Iterator[str]:
-    """Yield the text of each prompt as the algorithm reads it. If the algorithm trains on a text as a whole, yield that
-    text."""
+    """Yield each prompt's text as the algorithm reads it; the whole text if the algorithm trains on texts."""
     from paceline.data.preparation.filters import text_of
 
     for index in range(len(rows)):
@@ -308,8 +304,7 @@ def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
 
 
 def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[Part], int, int]:
-    """Return a row as the tokenizer renders it, with special tokens, then its numbers of tokens and of trained tokens.
-    Raises InvalidInput if the chat template refuses the row."""
+    """Return the parts of a rendered row, its number of tokens, and its number of trained tokens. Raises InvalidInput."""
     prompt, completion, _ = exchange_of(row, spec)
     template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
     tools = None if completion is None else tools_of(row)

@@ -1,8 +1,4 @@
-"""`paceline doctor`: checks of this machine (hardware, software, isolation of user code), and of a spec's files, GPUs
-and memory.
-
-Each finding is tested, not guessed, and names the remedy for a missing part; nothing is changed.
-"""
+"""`paceline doctor`: tests this machine, and a spec's files, GPUs and memory; changes nothing, and names each remedy."""
 
 from __future__ import annotations
 
@@ -23,13 +19,7 @@ import click
 
 from paceline.errors import InvalidInput, SpecError
 from paceline.host.resources import available_bytes, usable_cores
-from paceline.models.memory_estimate import (
-    Estimate,
-    estimate,
-    gigabytes,
-    sentence,
-    shortage,
-)
+from paceline.models.memory_estimate import Estimate, estimate, gigabytes, sentence, shortage
 from paceline.models.shape import read_shape
 from paceline.services.common.gpus import divide, missing_gpus, named_in
 from paceline.services.common.options import directory_option, json_option, print_json
@@ -68,11 +58,8 @@ def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_jso
 
 
 def examine_spec(spec: RunSpec, gpu_bytes: Sequence[int] | None = None, free_bytes: int | None = None) -> list[Finding]:
-    """Return whether this machine has the local files, the GPUs and the memory that the spec needs.
-
-    `gpu_bytes` are the sizes of the GPUs that torch can use, and `free_bytes` the host's free memory; by default both
-    are detected.
-    """
+    """Return whether this machine has the local files, the GPUs and the memory that the spec needs. If `gpu_bytes` (of
+    each GPU that torch can use) or `free_bytes` (of the host) is None, it is detected."""
     sizes = _gpus_of_torch() if gpu_bytes is None else gpu_bytes
     findings = [Finding("its files", "fault", text) for text in missing_paths(spec)]
     if named_in(spec.cluster):
@@ -109,7 +96,7 @@ def _memory_for(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int], free_
 
 
 def _too_small(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int]) -> str:
-    """Return which GPU has less memory than its roles need; empty if none has."""
+    """Return which GPU has less memory than the GPU's roles need; empty if every GPU has enough."""
     load = dict.fromkeys(range(len(gpu_bytes)), 0)
     for on_gpu, gpus, size in (
         (needed.learner_on_gpu, spec.cluster.learner_gpus, needed.learner_bytes),
@@ -136,8 +123,7 @@ REMEDY = "only code rewards need a sandbox: install bubblewrap, or use a kernel 
 
 
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
-    """Return which sandbox works on this machine, and its isolation of files, network, processes, memory and kernel. A
-    sandbox that `spec` names and that does not work is a `fault`."""
+    """Return the sandbox that works here and what it isolates; a `fault` if `spec` names a sandbox that does not work."""
     from paceline.reward.sandbox.choosing import report
 
     found = report()
@@ -173,7 +159,6 @@ def examine_user_code() -> Finding:
 
 
 def _faults(spec: RunSpec) -> list[Finding]:
-    """Return a fault for each reward function whose sandbox does not work on this machine, unless other hosts score."""
     from paceline.reward.builtin import SETTINGS
 
     faults = []

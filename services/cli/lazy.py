@@ -1,9 +1,6 @@
-"""A click group that imports a command's module when the command runs, and lists its commands without imports.
-
-Commands of apps are found by entry points (GROUP). An entry point names a table like `sections` below, in a module that
-imports nothing heavy; its headings are those of `paceline --help`, or SERVE for roles of `paceline serve`. For an
-unknown command or option the error names our word for another library's, or a similar name.
-"""
+"""A click group that imports a command's module when the command runs, and lists its commands without imports. Apps add
+commands by entry points (GROUP): each names a table like `sections` below, in a module that imports nothing heavy.
+Its headings are those of `paceline --help`, or SERVE for roles of `paceline serve`."""
 
 from __future__ import annotations
 
@@ -40,12 +37,9 @@ def sections_of_apps() -> Sections:
 
 
 class LazyGroup(click.Group):
-    """A click group with lazily imported commands. `sections` has the commands by heading: for each name
-    "module:attribute" and one line of help. Apps add commands, and replace none.
-
-    The attribute is a click command, or a plain function without parameters. A PacelineError of any command becomes
-    "Error: …" on stderr with exit status 1.
-    """
+    """A click group with lazily imported commands. `sections` maps a heading to its commands: for each name
+    "module:attribute" and one line of help. The attribute is a click command, or a function without parameters. Apps
+    add commands, and replace none. A PacelineError of any command becomes "Error: …" on stderr with exit status 1."""
 
     def __init__(self, *args: Any, sections: Sections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +82,6 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; the error for an unknown one names its likely meaning."""
         if args and not args[0].startswith("-") and args[0] not in self._own and args[0] not in self.entries:
             ctx.fail(f"No such command {args[0][:80]!r}; {remedy(args[0], self.entries)}")
         return super().resolve_command(ctx, args)
@@ -101,7 +94,6 @@ class LazyGroup(click.Group):
                 formatter.write_dl([(name, summary) for name, (_, summary) in entries.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; show a PacelineError to the user without a traceback."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
@@ -169,8 +161,7 @@ def remedy(word: str, commands: Iterable[str]) -> str:
 
 
 def setting_for(option: str) -> str:
-    """Return a clause that says how to write a setting, if the unknown option is one (`--learning_rate` is an override
-    here); else empty."""
+    """Return how to write a setting that was given as an option, such as `--learning_rate`; empty if it is no setting."""
     from paceline.spec.faults import unknown_key
     from paceline.spec.foreign import look_up
     from paceline.spec.keys import keys

@@ -1,8 +1,5 @@
-"""The command line. `paceline --help` lists the commands, and each command's module is imported when it runs.
-
-Promise: help is instant and imports neither torch nor gRPC, and a user's mistake is one line on stderr with exit status
-1, never a traceback.
-"""
+"""The command line. Help is instant and imports neither torch nor gRPC, because a command's module is imported when it
+runs. A user's mistake is one line on stderr with exit status 1, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from paceline.services.cli.lazy import LazyGroup, Sections
 
 
 def _in(module: str, **summaries: str) -> dict[str, tuple[str, str]]:
-    """Return entries for commands with these names in a module of this package."""
     return {name: (f"paceline.services.cli.{module}:{name}", line) for name, line in summaries.items()}
 
 

@@ -1,8 +1,5 @@
-"""Output of the commands on runs, members, events and samples: facts, and the lines and tables made from them.
-
-`--json` prints the same facts, so text and JSON never disagree. Lines fit 100 columns. rich is imported only when a
-table is printed.
-"""
+"""Output of the commands: facts, and the tables and lines of up to 100 columns made from them. `--json` prints the same
+facts, so text and JSON never disagree. rich is imported only when a table is printed."""
 
 from __future__ import annotations
 
@@ -132,11 +129,8 @@ def _event_line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def step_line(metrics: Mapping[str, Any]) -> str:
-    """Return a line of at most STEP_COLUMNS for a trained step: reward (or loss), length, pace, the learner's time and
-    its wait for data, and the age of its groups. The last parts are left out if they do not fit.
-
-    A run with rollouts shows its reward even in a step in which no function gave one.
-    """
+    """Return a line of at most STEP_COLUMNS for a trained step; parts at its end are left out if they do not fit. A run
+    with rollouts shows its reward even in a step in which no function gave one."""
     parts = [f"step {metrics['step']:>4}"]
     if "reward" in metrics or "completion_length" in metrics:
         parts.append(f"reward {_number(metrics.get('reward'), '6.3f')}")
@@ -161,7 +155,6 @@ def step_line(metrics: Mapping[str, Any]) -> str:
 
 
 def _evaluation_line(content: Mapping[str, Any]) -> str:
-    """Return a line for an evaluation by rollout workers: total reward, then the functions if there are several."""
     when = "before training" if content["step"] == 0 else f"after step {content['step'] - 1}"
     parts = [f"reward {_with_error(content, 'reward', 'reward_stderr')}"]
     names = [name.removeprefix("reward/") for name in content if name.startswith("reward/")]
@@ -243,7 +236,6 @@ def sample_text(group: Mapping[str, Any], *, of_evaluation: bool = False) -> str
 
 
 def _episode_line(episode: Mapping[str, Any]) -> str:
-    """Return how an episode ended, and its size: turns, rows, sampled tokens and tokens that were only read."""
     read = sum(row["sampled"].count(0) for row in episode["rows"])
     detail = f": {episode['detail']}" if episode["detail"] else ""
     return (
@@ -253,8 +245,7 @@ def _episode_line(episode: Mapping[str, Any]) -> str:
 
 
 def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a conversation, from the prompt on if the episode has its own. Text that the model did not
-    write is behind a bar, as the learner masks it."""
+    """Yield the lines of a conversation; text that the model did not write is behind a bar, as the learner masks it."""
     prompt = episode["prompt"]  # `reset` returned it, so it is in this episode's prompt alone
     opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     for message in [*opening, *episode["messages"]]:
@@ -279,7 +270,6 @@ def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) 
 
 
 def answer(as_json: bool, facts: Any, text: str) -> None:
-    """Print the outcome of a command: the facts as JSON, or the text."""
     if as_json:
         print_json(facts)
     else:
@@ -293,7 +283,6 @@ def print_all(
     row: Callable[[Facts], list[str]],
     empty: str,
 ) -> None:
-    """Print a list of things: JSON lines, or a table with a `row` of cells for each."""
     if not as_json:
         print_table(columns, [row(each) for each in facts], empty=empty)
     for each in facts if as_json else ():

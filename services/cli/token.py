@@ -15,12 +15,7 @@ from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
 from paceline.services.common.access.token_table import create as create_token
 from paceline.services.common.access.token_table import revoke as revoke_token
-from paceline.services.common.options import (
-    caller_token_file_option,
-    directory_option,
-    json_option,
-    print_json,
-)
+from paceline.services.common.options import caller_token_file_option, directory_option, json_option, print_json
 
 
 @click.group()

@@ -1,9 +1,8 @@
-"""Finds the GPUs of this host, and divides them among the processes of `paceline up`.
+"""Finds the GPUs of this host, and divides them among the processes of `paceline up`; imports nothing heavy, not even
+torch.
 
-The promise: a host with GPUs never trains on CPUs silently. If a spec names no GPUs, they are divided by a rule that is
-shown on the screen; an impossible division is refused with the keys to set. Nothing heavy is imported, not even torch.
-
-A GPU has the number that CUDA has for it in this process: its index in CUDA_VISIBLE_DEVICES if that is set.
+Promise: a host with GPUs never trains on CPUs silently. If a spec names no GPUs, they are divided by a rule that is
+shown on the screen. A GPU has the number that CUDA has for it here: its index in CUDA_VISIBLE_DEVICES if that is set.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ def memory_of_gpus() -> tuple[int, ...]:
 
 
 def _nvidia_smi(*options: str) -> str | None:
-    """Return the program's output; None if it is not installed, or does not work."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -93,19 +91,15 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def named_in(cluster: ClusterSection) -> tuple[int, ...]:
-    """Return all GPUs that a spec names."""
     return (*cluster.rollout_gpus, *cluster.learner_gpus, *cluster.reward_gpus)
 
 
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
-    """Return the `cluster` section with `number` GPUs divided among its roles, and a sentence about the division, which
-    is empty without GPUs.
-
-    GPUs in the spec stay, and the sentence names each role that computes on CPUs because the spec names no GPUs for it.
-    Otherwise all share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers
-    the others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without `rollout` the
-    learner gets all. Raises SpecError, with the keys to set, if no division is possible.
-    """
+    """Return the `cluster` section with `number` GPUs divided among its roles, and a sentence about the division (empty
+    without GPUs). GPUs in the spec stay, and the sentence names each role that computes on CPUs. Otherwise all share
+    a single GPU; of several the learner gets half, one for each rank, and the rollout workers the others; without
+    `rollout` the learner gets all. Numbers of ranks and workers that the spec does not set become those of the GPUs.
+    Raises SpecError, with the keys to set, if no division is possible."""
     if cluster.device == "cpu":
         unused = f"cluster.device is cpu, which leaves {_count(number)} of this host unused" if number else ""
         return cluster, unused
@@ -158,7 +152,7 @@ def _left_on_cpus(cluster: ClusterSection, number: int, rollout: bool) -> str:
 
 
 def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
-    """Return a warning for a service that chose the CPU although this host has GPUs; empty if it has none."""
+    """Return a warning for a service that chose the CPU although this host has GPUs; empty if this host has no GPU."""
     number = len(visible_gpus() if visible is None else visible)
     if not number:
         return ""
@@ -176,7 +170,7 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
     if ranks > room:
         raise SpecError(
             f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs a GPU"
-            f"{' and the rollout workers another' if shares else ''}; lower it, name GPUs in cluster.learner_gpus and "
+            f"{' and the rollout workers another' if shares else ''}; lower the ranks, name GPUs in cluster.learner_gpus and "
             "cluster.rollout_gpus, or set cluster.device to cpu"
         )
     learner = tuple(range(ranks))
@@ -218,7 +212,7 @@ def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> li
 
 
 def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
-    """Return one GPU for each rank, or none. Raises SpecError for another number."""
+    """Return a GPU for each rank, or no GPUs. Raises SpecError if the spec names another number of GPUs than ranks."""
     if cluster.learner_gpus and len(cluster.learner_gpus) != cluster.learner_ranks:
         raise SpecError(
             f"cluster.learner_gpus has {len(cluster.learner_gpus)} GPUs for cluster.learner_ranks "

@@ -53,8 +53,7 @@ def _token_file_option(*, exists: bool) -> Callable[[CommandT], CommandT]:
 
 
 token_file_option = _token_file_option(exists=False)
-"""Option --token-file of services. The file may be missing at first, because workers may start before the coordinator
-makes it."""
+"""Option --token-file of services. The file may be missing at first: workers may start before the coordinator."""
 caller_token_file_option = _token_file_option(exists=True)
 """Option --token-file of commands that call a coordinator; the file must exist."""
 functions_from_option = click.option(
@@ -112,9 +111,8 @@ def coordinator_option(command: CommandT) -> CommandT:
 def worker_options(
     name: str, *, grace: str, host: str = "Address to listen on.", port: str = "gRPC port"
 ) -> Callable[[CommandT], CommandT]:
-    """Return the options that every worker has: --coordinator, --host, --insecure, --port, --advertise-host, --name,
-    --grace, --metrics-port, --ready-file. `name` is the default of --name; `grace`, `host` and `port` are the help of
-    those options."""
+    """Return every worker's options: --coordinator, --host, --insecure, --port, --advertise-host, --name, --grace,
+    --metrics-port, --ready-file. `name` is the default of --name; `grace`, `host` and `port` are texts of help."""
     options = (
         _address_option,
         click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),

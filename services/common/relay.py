@@ -1,10 +1,6 @@
 """Two paths for large transfers: a worker's connection to the relay of its host, made when a run first needs it and
 kept for the worker's life; and the network interface (`--fabric`) for weights between hosts and for a learner's
-collectives.
-
-Hosts often have a slow network, which has their names, and a fast one for data. Control stays on the first (`--host`,
-`--advertise-host`).
-"""
+collectives. Control stays on the network of the hosts' names (`--host`, `--advertise-host`), which is often slow."""
 
 from __future__ import annotations
 
@@ -33,9 +29,9 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def fabric_address(fabric: str) -> str:
-    """Return this host's address on `fabric`; empty if `fabric` is empty. `fabric` is an interface's name, an address
-    of this host, or a network in CIDR notation that has one address of this host. If it is an interface's name, the
-    first IPv4 address of the interface is returned. Raises InvalidInput, which names the interfaces of this host."""
+    """Return this host's address on `fabric`: an interface's name (its first IPv4 address), an address of this host, or
+    a network in CIDR notation that has one address of this host; empty for an empty `fabric`. Raises InvalidInput,
+    which names the interfaces of this host."""
     if not fabric:
         return ""
     by_interface = addresses_by_interface()
@@ -120,7 +116,7 @@ class RelayConnection:
         return self._client
 
     async def connected(self) -> RelayClient | None:
-        """Return the connection once it is complete; None, with a log line, if that does not happen."""
+        """Return the complete connection; None, with a log line, if the connection does not become complete."""
         client = self.client()
         if await asyncio.to_thread(client.wait, WAIT_S):
             return client
@@ -128,7 +124,6 @@ class RelayConnection:
         return None
 
     def close(self) -> None:
-        """End the connection."""
         if self._client is not None:
             self._client.close()
 

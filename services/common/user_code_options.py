@@ -75,9 +75,9 @@ def user_code_options(command: CommandT) -> CommandT:
 
 
 def choose_isolation(coordinator: str, host: str) -> str:
-    """Choose what to hide from this process' user code, and log it. Return the warning of a worker beyond loopback that
-    cannot hide anything, else "". `coordinator` is the HOST:PORT that the worker connects to, `host` the address
-    that it listens on. Raises click.ClickException if the folder of bundles is unknown."""
+    """Choose and log what to hide from this process' user code; return the warning of a worker beyond loopback that
+    cannot hide anything, else "". The worker connects to `coordinator` (HOST:PORT) and listens on `host`. Raises
+    click.ClickException if the folder of bundles is unknown."""
     address = FORM.fullmatch(coordinator)
     is_beyond = not (is_loopback(address[1] if address else coordinator) and is_loopback(host))
     is_chosen = bool(os.environ.get(VARIABLE))

@@ -80,7 +80,7 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
 
 
 def make_files(directory: Path, seed: int) -> Path:
-    """Make model, data and specs of the demo unless the folder of this seed has them; return the folder."""
+    """Return the folder of this seed with model, data and specs of the demo; make what is missing."""
     made = directory / f"seed-{seed}"
     if made.is_dir():
         return made
@@ -112,7 +112,6 @@ def _train(client: Client, spec: RunSpec, title: str, screen: Screen) -> dict[st
 
 
 def _free(directory: Path) -> Path:
-    """Return `directory`, or a new folder in it if another coordinator uses it."""
     directory = directory.resolve()
     lock = directory / "ledger.sqlite.lock"
     if lock.exists():

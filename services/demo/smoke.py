@@ -1,8 +1,6 @@
-"""A tiny GRPO run that proves a deployment: `python -m paceline.services.demo.smoke DIRECTORY --model-root ROOT`.
-
-`helm test` writes the files in a pod with torch, and submits run.yaml from a pod without torch. The model, which every
-role reads, goes below ROOT, the deployment's object store; data and spec stay in DIRECTORY and travel with the run.
-"""
+"""A tiny GRPO run that proves a deployment: `python -m paceline.services.demo.smoke DIRECTORY --model-root ROOT`. `helm
+test` writes the files in a pod with torch, and submits run.yaml from a pod without torch. The model goes below ROOT,
+the deployment's object store; data and spec stay in DIRECTORY and travel with the run."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ SEED = 0
 
 def write_run(directory: Path, model_root: str, steps: int) -> Path:
     """Write data and run.yaml to `directory` and a model below `model_root`, a folder or a URL; return the spec's path.
-
-    Raises SpecError and OSError.
-    """
+    Raises SpecError and OSError."""
     write_data(directory / "data", SEED)
     model = Folder(model_root) / "model"
     model.make()

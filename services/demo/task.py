@@ -1,10 +1,6 @@
-"""The demo's task: `07+45=` → `250`, the sum's digits, least significant first.
-
-This order lets a left-to-right model work with one carry at a time. Problems are held out by a hash of the prompt, so
-no training answer ever shows a held-out one.
-
-The model is a two-layer Qwen3 with random weights, and the tokenizer has one token a character.
-"""
+"""The demo's task: `07+45=` → `250`, the sum's digits, least significant first, so that a left-to-right model works
+with one carry at a time. Problems are held out by a hash of the prompt, so no training answer ever shows a held-out
+one. The model is a two-layer Qwen3 with random weights, and the tokenizer has one token a character."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ def answer(a: int, b: int) -> str:
 
 
 def problem(a: int, b: int) -> str:
-    """Return the prompt: two numbers below 100 with two digits each."""
     return f"{a:02d}+{b:02d}="
 
 
@@ -35,7 +30,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def teach(right: str, dice: random.Random) -> str:
-    """Return the teacher's answer: in half of the cases one digit is replaced by another."""
+    """Return the teacher's answer: in half of the cases another digit replaces a digit of `right`."""
     if dice.random() >= TEACHER_ERROR_RATE:
         return right
     place = dice.randrange(len(right))
@@ -84,10 +79,8 @@ def make_model(
     heads: int = 4,
     characters: str = CHARACTERS,
 ) -> None:
-    """Write a randomly initialised model with its tokenizer to `directory`.
-
-    initializer_range is 0.05, because at the usual 0.02 a model this small stays on a plateau for thousands of steps.
-    """
+    """Write a randomly initialised model with its tokenizer to `directory`. initializer_range is 0.05, because at the
+    usual 0.02 a model this small stays on a plateau for thousands of steps."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar

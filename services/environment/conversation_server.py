@@ -1,15 +1,12 @@
-"""Serves agents over HTTP on this host's loopback, at a separate base URL for every sample.
-
-http://127.0.0.1:PORT/SECRET/v1
+"""Serves agents over HTTP on this host's loopback, at a separate base URL `http://127.0.0.1:PORT/SECRET/v1` for every
+sample.
 
 A program that accepts an OpenAI base URL needs nothing else: the secret identifies the conversation, and any API key is
-accepted. Promise: a request is answered only from its own conversation and after its turn is recorded. Requests of an
-ended conversation are refused. No request ends the service.
+accepted. Promise: a request is answered only from its own conversation and after its turn is recorded, so a stream
+sends all of it in a few events. Requests of an ended conversation are refused. No request ends the service.
 
 Order of waiting: a request waits for a turn of its conversation, which waits for a rollout worker and for the turn log.
 The end of a conversation cancels its requests.
-
-A turn is recorded before it is answered, so a stream sends all of it in a few events, in the public endpoint's formats.
 """
 
 from __future__ import annotations
@@ -149,7 +146,6 @@ class ConversationServer:
         return await _shaped(request, frame, answer, stream=bool(ask.stream))
 
     async def _chat_request(self, request: web.Request, ask: ChatAsk, messages: Sequence[Json]) -> AgentRequest:
-        """Return a chat request in the form that the conversation takes. Raises Unsupported."""
         self._check(ask)
         self._note_parameters(ask)
         effort = self._template.effort_kwargs(ask.reasoning_effort)
@@ -170,7 +166,6 @@ class ConversationServer:
         return opened
 
     async def _answer(self, opened: _Open, request: AgentRequest) -> AgentAnswer:
-        """Return the conversation's answer. Raises Conflict if the conversation ends first."""
         task = asyncio.ensure_future(opened.session.answer(request))
         opened.requests.add(task)
         task.add_done_callback(opened.requests.discard)
@@ -222,7 +217,6 @@ OVER = "this episode is over: the program may end"
 
 
 def _newest(answer: AgentAnswer) -> Version:
-    """Return the newest version among the tokens of a turn, which has at least one."""
     return max(Version(span.session, span.step) for span in answer.turn.spans)
 
 
@@ -264,7 +258,6 @@ def choice_of(answer: AgentAnswer) -> Choice:
 
 
 def events_of(frame: Frame, choice: Choice) -> list[Event]:
-    """Return all events of the stream that sends the choice."""
     whole = Delta(0, choice.parts, list(choice.token_ids), list(choice.logprobs), 0, 0, choice.spans)
     return [*frame.begin(1), *frame.add(whole), *frame.end(choice), *frame.finish([choice])]
 

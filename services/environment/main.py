@@ -14,12 +14,7 @@ import click
 from paceline.host.process import end_with, keep_private
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.options import functions_from_option, linux_only, token_file_option, worker_options
-from paceline.services.common.processes.starting import (
-    announce,
-    die_with_starter,
-    quiet_libraries,
-    raise_file_limit,
-)
+from paceline.services.common.processes.starting import announce, die_with_starter, quiet_libraries, raise_file_limit
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, remind, run_service
 from paceline.services.common.user_code_options import choose_isolation, user_code_options

@@ -5,11 +5,9 @@ wait for rollout workers, user code and the exchange's commits), then for the re
 until then.
 
 Promise: every leased group ends in a submission, in a returned lease with the reason, or in the message that another
-worker holds the lease. A fault of one group ends neither other groups nor the worker.
-
-A request is repeated until it is answered (`services/common/worker/membership.py`), also across a restart of the
-coordinator, and the exchange answers `duplicate` to what it has already. So a call ends with the turn recorded or the
-lease lost.
+worker holds the lease. A fault of one group ends neither other groups nor the worker. A request is repeated until it is
+answered, also over a restart of the coordinator, and the exchange answers `duplicate` to what it has already; so a call
+ends with the turn recorded or the lease lost.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class EnvironmentRun:
         self._groups: dict[int, asyncio.Task[None]] = {}
         """The task of each leased group, until the exchange has answered its result."""
         self._sizes: dict[int, int] = {}
-        """Number of samples of each leased group, by group id."""
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -172,8 +169,7 @@ class EnvironmentRun:
                 await self._draining.wait()
 
     async def _end_earlier(self, group_id: int) -> None:
-        """End this worker's earlier attempt at a group that it leases again, because the turn log belongs to the new
-        attempt."""
+        """End this worker's earlier attempt at a group that it leases again: the turn log belongs to the new attempt."""
         if (task := self._groups.get(group_id)) is not None:
             log.warning(
                 "group %d is leased to this worker again: its episodes continue from the recorded turns", group_id
@@ -264,8 +260,7 @@ class EnvironmentRun:
         )
 
     async def _return_lease(self, lease: pb.Lease, error: str = "", reason: str = "") -> None:
-        """Return a lease; its recorded turns stay in the ledger. With an error the attempt counts as a failure, which
-        is final if `reason` means that no other attempt could succeed."""
+        """Return a lease; its turns stay in the ledger. An `error` counts as a failure, which some reasons make final."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -293,7 +288,6 @@ class LeasedTurnLog:
         self._group_id, self._attempt = group_id, attempt
 
     async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
-        """Record a finished turn. Raises LeaseLost."""
         turn = pb.EpisodeTurn(
             group_id=self._group_id, attempt=self._attempt, sample=sample, life=life, index=index, last=last
         )
@@ -301,7 +295,6 @@ class LeasedTurnLog:
         await self._record(pb.ExchangeRequest(run_id=self._run_id, turn=turn), frames)
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
-        """Record that a life of a sample has ended. Raises LeaseLost."""
         end = pb.EpisodeEnd(
             group_id=self._group_id,
             attempt=self._attempt,

@@ -4,12 +4,10 @@ Promise: a turn is retried until it succeeds. If a worker drains, another contin
 refuses or cannot be reached, its tokens are lost and another worker is tried. Only two things end a turn without an
 answer: workers reject the request itself (InvalidInput), or the lease cannot continue here (`LeaseLost`).
 
-Order of waiting: a turn waits for a listed worker with new enough weights, then for its answer. An answer has no
-deadline, because a long one is no fault: gRPC's keepalive ends a silent connection, and a worker ends itself if its
-engine hangs (`services/rollout/run.py`).
-
-A conversation stays with its worker, whose prefix cache has its history, as long as that worker is listed, holds new
-enough weights and has not just failed. A new conversation goes to the worker with the fewest conversations.
+Order of waiting: a turn waits for a listed worker with new enough weights, then for its answer, without a deadline:
+gRPC's keepalive ends a silent connection, and a worker ends itself if its engine hangs (`services/rollout/run.py`). A
+conversation stays with its worker, whose prefix cache has its history, as long as that worker is listed, holds new
+enough weights and has not just failed. A new one goes to the worker with the fewest conversations.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 
 class RequiredWeights(NamedTuple):
-    """The weights that a lease requires."""
-
     oldest_step: int = 0
     """Step of the oldest version that may sample for the lease."""
     pinned: Version | None = None
@@ -73,7 +69,6 @@ class WorkerList:
         self._num_conversations: Counter[str] = Counter()
         self._failed_until_s: dict[str, float] = {}
         self.num_moved = 0
-        """Number of conversations that have moved to another worker."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -145,8 +140,7 @@ class Pauses(NamedTuple):
 
 PAUSES = Pauses()
 SUSPECT_BREAKS = 2
-"""If this many answers of a turn were broken, the turn may be the reason why workers ended. Only one such turn is
-sampled at a time."""
+"""Number of broken answers after which a turn may be the cause; only one such turn is sampled at a time."""
 
 MAX_BREAKS = 4
 """If this many answers of a turn were broken, the turn counts as the reason why workers ended."""
@@ -188,13 +182,12 @@ class SamplingWorkers:
         self._changed = asyncio.Event()
         self._channels: dict[str, Any] = {}
         self._num_calls: Counter[str] = Counter()
-        """Number of unanswered calls, by address."""
         self._closing: set[asyncio.Future[None]] = set()
         self._suspects = asyncio.Lock()
         """Lock that is held while a turn is sampled that may be the reason why workers ended."""
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self.num_broken = 0
-        """Number of broken answers; each lost at most the tokens of one turn."""
+        """Number of broken answers; a broken answer loses at most the tokens of one turn."""
 
     def update(self, listed: worker_pb2.Engines) -> None:
         if listed.run_id == self.run_id:
@@ -276,7 +269,6 @@ class SamplingWorkers:
         return Answer(broken=began)
 
     def _drop_unused(self, listed: set[str]) -> None:
-        """Close the connections to workers that are off the list and have no unanswered call."""
         for address in [a for a in self._channels if a not in listed and not self._num_calls[a]]:
             del self._num_calls[address]
             closing = asyncio.ensure_future(self._channels.pop(address).close(None))
@@ -356,7 +348,6 @@ class LeasedTokens:
 
 
 def _read(response: rollout_pb2.GenerateResponse) -> Answer:
-    """Return the answer in a response. Raises ValueError if it is invalid."""
     if len(response.completions) != 1:
         raise ValueError(f"the answer has {len(response.completions)} completions, not 1")
     completion = response.completions[0]

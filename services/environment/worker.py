@@ -1,9 +1,6 @@
-"""The environment service: leases groups of runs with an environment and runs their episodes.
-
-`EnvironmentWorker` is a member of the pool; `services/environment/run.py` does its work on one run. User code runs in
-separate processes (`environment/hosting/`), so it cannot stop the service. Started by `paceline serve environment`
-(also `paceline-environment`).
-"""
+"""The environment service (`paceline serve environment`): a member of the pool, whose work on one run is in
+`services/environment/run.py`. User code runs in separate processes (`environment/hosting/`), so it cannot stop the
+service."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class EnvironmentWorker:
-    """A member of the environment pool with at most one run at a time.
-
-    A failed set-up is retried with the back-off `pause` as long as the run is assigned.
-    """
+    """A member of the environment pool; works on one run. `pause` is the back-off before a failed set-up is repeated."""
 
     def __init__(
         self,
@@ -90,7 +84,6 @@ class EnvironmentWorker:
         return returned
 
     async def _work_on(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Set up a run and work on it until it ends; return False if the set-up failed."""
         async with contextlib.AsyncExitStack() as opened:
             try:
                 run = await opened.enter_async_context(self._set_up(assignment))
@@ -107,8 +100,8 @@ class EnvironmentWorker:
 
     @contextlib.asynccontextmanager
     async def _set_up(self, assignment: worker_pb2.RunAssignment) -> AsyncIterator[EnvironmentRun]:
-        """Load the tokenizer and the user code of a run. Raises InvalidInput for unusable code, and any
-        other error of the set-up."""
+        """Load the tokenizer and the user code of a run. Raises InvalidInput for unusable code, and the set-up's
+        errors."""
         spec, bundle = spec_of(assignment), assignment.bundle
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the environment: {why}")

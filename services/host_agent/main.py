@@ -1,8 +1,5 @@
 """`paceline serve host-agent`: the relay of a host, which receives weights for all its workers and passes them on.
-
-Workers start one by themselves if there is none; the command is for deployments that place processes themselves (a
-DaemonSet).
-"""
+Workers start one by themselves if there is none; the command is for deployments that place processes (a DaemonSet)."""
 
 from __future__ import annotations
 

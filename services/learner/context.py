@@ -1,5 +1,5 @@
-"""The parts of a learner's rank that others use: its number; its asyncio loop, which runs beside the computing main
-thread; and the orders of checkpoints and exports, which all ranks carry out after the current step."""
+"""The parts of a learner's rank that others use: its asyncio loop, which runs beside the computing main thread, and the
+orders of checkpoints and exports, which all ranks carry out after the current step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 
 class BackgroundLoop:
-    """Runs coroutines beside the main thread. The next `check` raises an error that ended one of them."""
+    """Runs coroutines beside the main thread. If an error ends a coroutine, the next `check` raises that error."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic, poll_s: float = 1.0) -> None:
         self.loop, self._monotonic, self._poll_s = asyncio.new_event_loop(), monotonic, poll_s
@@ -33,7 +33,6 @@ class BackgroundLoop:
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine for as long as the loop lives."""
         self._tasks.append(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     def check(self) -> None:
@@ -100,13 +99,13 @@ class ExportOrder(NamedTuple):
     """An export of the weights after the current step."""
 
     name: str
-    """Folder under `exports/` in the run's directory; if empty, the step gives its name."""
+    """Name of the folder under `exports/` in the run's directory; if empty, the step names the folder."""
     adapter_only: bool
 
 
 @dataclass
 class Orders:
-    """Orders that wait on rank 0. The background loop adds them, the main thread takes them."""
+    """Orders that wait on rank 0: the background loop adds orders, and the main thread takes orders."""
 
     checkpoint: list[Future[tuple[str, int]]] = field(default_factory=list)
     export: list[tuple[ExportOrder, Future[str]]] = field(default_factory=list)
@@ -129,13 +128,12 @@ class Orders:
         return future
 
     def take_checkpoints(self) -> list[Future[tuple[str, int]]]:
-        """Remove and return the checkpoint orders that have not been cancelled."""
         with self._lock:
             taken, self.checkpoint = self.checkpoint, []
         return [future for future in taken if future.set_running_or_notify_cancel()]
 
     def take_exports(self) -> list[tuple[ExportOrder, Future[str]]]:
-        """Remove and return the first export order that has not been cancelled, with all identical ones."""
+        """Remove and return the first export order that was not cancelled, with all identical orders."""
         with self._lock:
             waiting = [(order, future) for order, future in self.export if not future.cancelled()]
             taken = [(order, future) for order, future in waiting if order == waiting[0][0]]

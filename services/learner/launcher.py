@@ -1,14 +1,10 @@
-"""Launches the ranks of one host, and ends all of them if one dies. `services/learner/main.py`, `nodes/launcher.py` for
-a learner on several hosts, and `paceline replay` use it.
-
-python -m paceline.services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
+"""Launches the ranks of one host: `python -m paceline.services.learner.launcher RANKS GRACE_S MODULE [OPTION]...`
 
 Promises: no rank outlives the launcher, however that ends; the launcher ends once all ranks have ended, with the status
 of the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. The ranks of one host meet without a
 listening socket, in a file without a name (`rank_group.py`) whose descriptor they inherit, so no other process reaches
-it and no file is left behind.
-
-One thread for each rank waits for its end; the main thread decides, from a queue that they and the signal handler fill.
+it and no file is left behind. One thread for each rank waits for its end; the main thread decides, from a queue that
+they and the signal handler fill.
 """
 
 from __future__ import annotations
@@ -62,13 +58,13 @@ class Ranks:
     first_rank: int = 0
     """Rank of the first process on this host; other hosts may have lower ranks."""
     events: queue.SimpleQueue[Ended | EndAll | None] = field(default_factory=queue.SimpleQueue)
-    """Ended ranks with their index on this host; an `EndAll` orders the end of all ranks, None reports a signal to
-    stop."""
+    """Queue of ended ranks by index on this host; `EndAll` orders the end of all ranks, None reports a signal to stop.
+    """
     is_stopping: bool = False
     status: int = 0
     """Return code of the first rank that failed, negative for a signal as in `subprocess`; 0 if none failed."""
     on_loss: Callable[[str], None] = field(default=lambda _: None)
-    """Called when a rank has failed, with a sentence that says how, before the wait for the others."""
+    """Called after a rank has failed, before the wait for the other ranks, with a sentence about the failure."""
 
     def start(self, module: str, options: list[str], ranks: int) -> None:
         """Start the processes `python -m module options`, with torchrun's variables for ranks of one host."""
@@ -97,7 +93,7 @@ class Ranks:
             threading.Thread(target=self._wait_for, args=(index, process), daemon=True).start()
 
     def see_through(self, grace_s: float) -> None:
-        """Wait until all ranks have ended, and kill those that take too long."""
+        """Wait until all ranks have ended, and kill ranks that take too long."""
         alive, deadline_s = set(range(len(self.processes))), float("inf")
         while alive:
             left_s = min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
@@ -135,7 +131,7 @@ class Ranks:
             process.kill()
 
     def _failed(self, event: Ended) -> bool:
-        """Return whether an end is a fault. A rank that the signal kills while it still imports did not fail."""
+        """Return whether an end is a fault. A rank that a signal kills during the rank's imports did not fail."""
         return event.status != 0 and not (self.is_stopping and event.status == -signal.SIGTERM)
 
     def _send(self, indices: set[int], number: signal.Signals) -> None:
@@ -173,8 +169,7 @@ def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> in
 
 
 def end_as(status: int) -> None:
-    """End this process with a rank's return code or signal, so that a supervisor can distinguish a fault from a signal
-    that came from outside."""
+    """End this process as a rank ended, by return code or signal, so that a supervisor can tell a fault from a signal."""
     if -status in FROM_OUTSIDE:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)

@@ -1,11 +1,8 @@
-"""The learner service: `paceline serve learner` (also `paceline-learner`) starts its ranks.
-
-A single rank runs in this process; several are its children, all of which end if one dies
-(`services/learner/launcher.py`). The starter of the service then starts it again, and a new session begins from the
-newest checkpoint. On several hosts each runs this service with the same --nodes, and they find each other again by
-themselves (`services/learner/nodes/launcher.py`). `services/learner/rank.py` is a rank,
-`services/learner/training/run.py` its work on one run.
-"""
+"""The learner service: `paceline serve learner` (also `paceline-learner`) starts its ranks. A single rank runs in this
+process; several are its children, all of which end if one dies (`services/learner/launcher.py`). The starter of the
+service then starts it again, and a new session begins from the newest checkpoint. On several hosts each runs this
+service with the same --nodes (`services/learner/nodes/launcher.py`). `services/learner/rank.py` is a rank,
+`services/learner/training/run.py` its work on one run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""One rank of the learner: waits for a run, works on it, and waits for the next.
-
-Rank 0 is the member that runs are assigned to; it broadcasts an assignment to the other ranks as plain bytes. Every
-rank has a connection to the exchange, for its parts of batches and its receipts.
-"""
+"""One rank of the learner: waits for a run, works on it, and waits for the next. Rank 0 is the member that runs are
+assigned to; it broadcasts an assignment to the other ranks as plain bytes. Every rank has a connection to the
+exchange, for its parts of batches and its receipts."""
 
 from __future__ import annotations
 
@@ -77,13 +75,12 @@ class LearnerRank:
         self.reachable = reachable
         """Address at which others reach this machine."""
         self.weights_bind, self.weights_host = fabric or host, fabric or reachable
-        """Address that this machine listens on for weights and for the other ranks, and the address that others use."""
+        """Address on which this machine listens for weights and ranks, and the address of this machine for others."""
         self.cpu_chosen = False
         """True if the service was started with --device cpu."""
         self.grace_s = grace_s
         """Seconds from SIGTERM in which the coordinator may still answer."""
         self._stop_s = 0.0
-        """Monotonic time of the order to stop."""
         self.address = ""
         self.orders = Orders()
         self.background = BackgroundLoop()
@@ -92,7 +89,6 @@ class LearnerRank:
         self._assignments: queue.Queue[bytes] = queue.Queue()
         self._assigned: worker_pb2.RunAssignment | None = None
         self.current_run: LearnerRun | None = None
-        """The run that this rank works on; None without one."""
         self.early_roster: worker_pb2.Epoch | None = None
         """Roster that arrived before this rank had set up the run."""
         self.server: GrpcServer | None = None
@@ -113,7 +109,7 @@ class LearnerRank:
         self._outgoing = ReportQueue(self.background.call, self.membership.report)
 
     def join(self) -> None:
-        """Become a member. Call it once the address is set, because the first message contains it."""
+        """Become a member, after the address is set: the first message contains the address."""
         self.background.start(self.membership.run())
         self.background.start(self._outgoing.run())
 
@@ -149,7 +145,6 @@ class LearnerRank:
             raise PacelineError("the ranks may be at different points of the run now, so all of them end")
 
     def _set_ready(self, ready: bool) -> None:
-        """Set the health of this learner: ready unless it could not set up its last run."""
         if self.server is not None:
             self.background.post(self.server.set_serving("paceline.v1.LearnerService", ready))
 
@@ -275,13 +270,11 @@ Key = tuple[str, str | int]
 
 
 class ReportQueue:
-    """Holds reports for `send`, which waits while there is no stream; bounded, however long that takes.
-
-    For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged
-    version, token statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end
-    of a run) wait in order and are never dropped; a session has a few of them. Any thread may make the queue and `put`
-    a report; `call` calls a function in the loop that runs `run`.
-    """
+    """Holds reports for `send`, which waits while there is no stream; bounded, however long that takes. For some
+    reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version,
+    token statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a
+    run) wait in order and are never dropped; a session has a few of them. Any thread may make the queue and `put` a
+    report; `call` calls a function in the loop that runs `run`."""
 
     def __init__(
         self,
@@ -299,7 +292,6 @@ class ReportQueue:
         return len(self._waiting)
 
     def put(self, report: worker_pb2.ConnectRequest) -> None:
-        """Send `report` as soon as there is a stream."""
         newer = _replaces(report)
         with self._lock:
             if newer is not None:

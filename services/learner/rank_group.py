@@ -1,10 +1,10 @@
 """The device of a learner's rank, and the process group of its ranks, on sockets that only this host can reach.
 
-Ranks of one host meet in the file that their launcher passes to them (`launcher.py`): no rendezvous listens, and no
-message from outside is read. gloo's connections between ranks listen on loopback, whatever `--host` says; NCCL's on the
-interface of `--host`, because the process may also need NCCL towards other hosts. Ranks on several hosts meet in their
-nodes' rendezvous store (`nodes/launcher.py`), and gloo and NCCL take the interface by which this host reaches it. Ranks
-that another launcher started meet as torch's environment variables say.
+Ranks of one host meet in the file that their launcher passes to them (`launcher.py`). gloo's connections between them
+listen on loopback, whatever `--host` says; NCCL's on the interface of `--host`, because the process may also need NCCL
+towards other hosts. Ranks on several hosts meet in their nodes' rendezvous store (`nodes/launcher.py`), and gloo and
+NCCL take the interface by which this host reaches it. Ranks of another launcher meet as torch's environment variables
+say.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ STORE_VARIABLE = "PACELINE_RANKS_STORE"
 SESSION_VARIABLE = "PACELINE_RANKS_SESSION"
 """Environment variable with the name of the ranks' session in the rendezvous store."""
 LOADING_TIMEOUT_S = 1800.0
-"""Seconds that a rank may be silent while models are loaded or files are written; the launcher notices a death earlier.
-"""
+"""Seconds that a rank may be silent while it loads models or writes files; the launcher notices a death earlier."""
 COLLECTIVE_TIMEOUT_S = 300.0
 """Seconds. Once the first step has been trained, the other ranks end if a rank is silent for this long."""
 
@@ -112,8 +111,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _keep_to_this_host(host: str) -> None:
-    """Make gloo use the loopback interface, which others cannot reach, and NCCL the interface of `host`, by environment
-    variables."""
+    """Make gloo use the loopback interface, and NCCL the interface of `host`, by environment variables."""
     loopback = interface_of("127.0.0.1")
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -123,8 +121,7 @@ def _keep_to_this_host(host: str) -> None:
 
 
 def _keep_to_interface(host: str, address: str) -> None:
-    """For ranks on several hosts: make gloo and NCCL use the interface of `host`. If `host` has none, make them use the
-    interface of the route to `address`."""
+    """For several hosts: make gloo and NCCL use the interface of `host`, else that of the route to `address`."""
     name = interface_of(host) or interface_of(advertised_host("", "", address))
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -5,11 +5,10 @@
 
 The services and the clients of this process find the coordinator's token by an environment variable with its path.
 
-Promises: every service has a separate log file under `<directory>/logs/`. A service that dies is restarted and its
-death is logged in one line; all services end with the cluster. A service that keeps dying is restarted with back-off
-while the others continue; only a coordinator that cannot start at all ends the cluster. The coordinator keeps its port
-when it is restarted, so its address stays the same. One cluster at a time works in a directory, because it takes the
-directory's lock before it touches anything there. The services themselves ensure that losing one loses no sample.
+Promises: every service has a log file under `<directory>/logs/`. A service that dies is restarted, with back-off if it
+keeps dying, and its death is logged in one line; all services end with the cluster. Only a coordinator that cannot
+start at all ends the cluster. The coordinator keeps its port, and so its address, when it is restarted. One cluster at
+a time works in a directory, because it takes the directory's lock before it touches anything there.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ LOCK_NAME = "up.lock"
 USUAL_PORT, PAGE_PORT = 7070, 7080
 """Ports that the coordinator and its page take by default, if these ports are free."""
 NOT_READY_S = 60.0
-"""If the coordinator does not listen after this many seconds, a line says so; it is repeated at this interval."""
+"""Seconds between two lines that say that the coordinator does not listen yet."""
 
 GRACE_S = 25.0
 """Default of `grace_s`: seconds that a service may take to end after SIGTERM."""
 
 KILL_AFTER_S = 15.0
-"""A service is killed this many seconds after its grace, because leaving and unloading are not part of the grace."""
+"""Seconds between the end of a service's grace and the kill: time to leave and to unload."""
 
 EXPLAIN_AFTER_S = 3.0
-"""If services that must end have not ended after this many seconds, a line names them."""
+"""Seconds after which a line names the services that must end and have not ended."""
 
 LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if it is killed before that, training continues from the previous checkpoint"
 WORKERS = ("rollout", "reward", "environment", "learner")
@@ -85,11 +84,11 @@ class LocalCluster:
         gpus: Sequence[str] | None = None,
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free port; `grace_s` is every service's
-        `--grace`. `options` are further options of a role's command line. `launchers` are commands that start a
-        role's services, such as `ip netns exec NAME`. `say` gets one line for each death. If `max_deaths` is set, a
-        service that has died this often in a row is given up, and `check` then raises; it is for callers who prefer
-        a failure to waiting. `gpus` are this host's GPUs, by their names in CUDA_VISIBLE_DEVICES; by default they
-        are detected. Services get those GPUs that `cluster` names. Raises SpecError if the GPUs cannot be divided."""
+        `--grace`. `options` are further options of a role's command line, and `launchers` commands that start a
+        role's services, such as `ip netns exec NAME`. `say` gets one line for each death. A service that has died
+        `max_deaths` times in a row is given up, and `check` then raises (None: never). `gpus` are this host's GPUs,
+        by their names in CUDA_VISIBLE_DEVICES; by default they are detected. Services get those GPUs that `cluster`
+        names. Raises SpecError if the GPUs cannot be divided."""
         require_linux("LocalCluster")
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -133,9 +132,8 @@ class LocalCluster:
 
     def start_coordinator(self) -> str:
         """Start the coordinator, wait until it listens and return its address. Raises Conflict if another cluster works
-        in the directory. Raises PacelineError, with the end of the coordinator's log, if the coordinator ends before
-        it listens, because a second start would fail too. Waits without a limit for a coordinator that itself waits,
-        for example for room on the disk."""
+        in the directory; PacelineError, with the end of the coordinator's log, if it ends before it listens. Waits
+        without a limit for a coordinator that itself waits, for example for room on the disk."""
         self._lock.take()
         os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"
@@ -162,8 +160,7 @@ class LocalCluster:
         return self.address
 
     def start_workers(self) -> None:
-        """Start the workers and the learner; they find the coordinator by themselves. `cluster.environment_workers`
-        must be a number here, because the caller knows whether its runs have environments."""
+        """Start the workers and the learner; no environment workers if `cluster.environment_workers` is None."""
         if self._visible and not named_in(self.cluster) and self.cluster.device != "cpu":
             self._say(
                 f"everything runs on CPUs, although this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
@@ -179,8 +176,7 @@ class LocalCluster:
                 self.add(role)
 
     def start_dashboard(self, port: int) -> Path:
-        """Start the dashboard of this coordinator, and return the file that will have its address; `port` 0 takes a
-        free port. Does not wait for the dashboard, because nothing depends on it."""
+        """Start the dashboard without waiting; return the file that will have its address. `port` 0 takes a free port."""
         ready_file = self.directory / "logs" / "dashboard.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
@@ -201,9 +197,8 @@ class LocalCluster:
         self._add(TRACKERS, ["paceline.apps.tracking.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
-        """Start one more service of `role` and return its name. If a removed service has ended, the new service gets
-        the name of the removed one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others
-        in turn."""
+        """Start one more service of `role` and return its name, the name of a removed service if that has ended. A
+        rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
         name = f"{role}-{self._free_index(role)}"
         role_options = {
             "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],
@@ -220,8 +215,8 @@ class LocalCluster:
         return name
 
     def remove(self, role: str) -> str:
-        """Terminate the newest service of `role` and return its name, without waiting. The service returns its work
-        within its grace, and is killed if it needs much longer. Raises NotFound without a service."""
+        """Terminate the newest service of `role` and return its name, without waiting. The service returns its work,
+        and is killed if it needs much longer than its grace. Raises NotFound without a service."""
         staying = [service for service in self._services[role] if service.stays]
         if not staying:
             raise NotFound(f"there is no {role} service to remove")
@@ -233,11 +228,10 @@ class LocalCluster:
         return service.name
 
     def size(self, role: str) -> int:
-        """Return the number of services of `role`, without those that are being removed."""
+        """Return the number of services of `role`, without services that are being removed."""
         return sum(service.stays for service in self._services[role])
 
     def resize(self, role: str, size: int) -> None:
-        """Add or remove services of `role` until there are `size`."""
         while self.size(role) < size:
             self.add(role)
         while self.size(role) > size:
@@ -256,9 +250,8 @@ class LocalCluster:
         return self._service(role, index).log_path
 
     def kill(self, role: str, index: int = 0, number: signal.Signals = signal.SIGKILL) -> bool:
-        """Send a signal to a service and to all its processes. The service is restarted after half a second, and this
-        death does not count against the service. Return False if the service is just being restarted. Raises
-        NotFound."""
+        """Send a signal to a service and to all its processes. It is restarted after half a second, and this death does
+        not count. Return False if the service is just being restarted. Raises NotFound."""
         return self._service(role, index).kill(number)
 
     def check(self) -> None:
@@ -271,9 +264,8 @@ class LocalCluster:
         return self._failed.wait(timeout_s)
 
     def stop(self) -> None:
-        """End all services. The workers and the learner get SIGTERM first: the workers return their leases, and the
-        learner writes a checkpoint. Then the coordinator, which receives both, gets SIGTERM. A service that needs
-        longer than its grace is killed."""
+        """End all services: first the workers, which return their leases, and the learner, which writes a checkpoint,
+        then the coordinator, which receives both. A service that needs longer than its grace is killed."""
         for roles in ((*READERS, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:
@@ -282,7 +274,6 @@ class LocalCluster:
         self._lock.release()
 
     def _wait_ended(self, services: Sequence[Service]) -> None:
-        """Wait for terminated services; name those that are slow, and kill them after their time."""
         started_s = time.monotonic()
         allowed_s = self._grace_s + KILL_AFTER_S
         while (waited_s := time.monotonic() - started_s) < EXPLAIN_AFTER_S:
@@ -317,7 +308,6 @@ class LocalCluster:
         return service
 
     def _free_index(self, role: str) -> int:
-        """Return the index of a removed service that has ended; if there is none, return the next unused index."""
         services = self._services[role]
         return next((index for index, service in enumerate(services) if service.has_ended), len(services))
 
@@ -355,7 +345,7 @@ WAIT_S = 120.0
 
 
 def start_page(cluster: LocalCluster, host: str, say: Callable[[str], None]) -> None:
-    """Start the page of a cluster; a thread waits until it listens and prints its link."""
+    """Start the page of a cluster; a thread waits until the page listens, and prints the link."""
     ready_file = cluster.start_dashboard(free_port(host, PAGE_PORT))
     thread = threading.Thread(target=_say_link, args=(ready_file, cluster.token_file, say), daemon=True)
     thread.start()

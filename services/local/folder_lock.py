@@ -1,7 +1,5 @@
-"""A lock on a folder: one process at a time works in it, and the error for the next process names the holder.
-
-The lock ends with its holder's process. Its file stays, with the holder's process id for people.
-"""
+"""A lock on a folder: one process at a time works in it, and the error for the next process names the holder. The lock
+ends with its holder's process. Its file stays, with the holder's process id for people."""
 
 from __future__ import annotations
 
@@ -18,15 +16,14 @@ class FolderLock:
     """A lock that one object at a time holds, from `take` to `release`."""
 
     def __init__(self, path: Path, who: str, option: str = "--directory"):
-        """`path` is the lock's file in its folder, and `who` describes the holder. `option` is the command-line option
-        with which the user can choose another folder."""
+        """`path` is the lock's file, `who` describes the holder, `option` is the command-line option for the folder."""
         self._path = path
         self._who = who
         self._option = option
         self._file: IO[str] | None = None
 
     def take(self) -> None:
-        """Take the lock at once, and create the folder if it is missing. Raises Conflict if another process holds it."""
+        """Take the lock at once, and create a missing folder. Raises Conflict if another process holds the lock."""
         make_directory(self._path.parent)
         file = self._path.open("a+")
         try:

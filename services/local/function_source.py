@@ -1,10 +1,7 @@
 """Writes a function object to a file with everything that it uses of its module, for reward functions of a notebook or
-script.
-
-Nothing is pickled. The file has the function, the functions and classes that it uses and that were defined beside it,
-the imports that they use, and constants. A function that needs more, such as a variable of an enclosing function, is
-refused with that name.
-"""
+script. Nothing is pickled. The file has the function, the functions and classes that it uses and that were defined
+beside it, the imports that they use, and constants. A function that needs more, such as a variable of an enclosing
+function, is refused with that name."""
 
 from __future__ import annotations
 
@@ -32,11 +29,8 @@ PLAIN = (str, bytes, int, float, bool, type(None))
 
 def named_function(function: Callable[..., Any], folder: Path) -> str:
     """Return `path/to/file.py:function` for a function object: its own file if that can be imported, else a new file in
-    `folder` with its source.
-
-    Raises InvalidInput for a lambda, a method, a built-in, a function that uses variables of another function, and an
-    object without source.
-    """
+    `folder`. Raises InvalidInput for a lambda, a method, a built-in, a function that uses variables of another
+    function, and an object without source."""
     if not isinstance(function, FunctionType):
         raise InvalidInput(
             f"{_name(function)} is {type(function).__name__}; a reward function must be a function that was defined with "
@@ -64,7 +58,7 @@ def _importable_file(function: FunctionType) -> Path | None:
 
 
 class _Source:
-    """Sources of functions and classes with everything that they use, each name once."""
+    """Sources of functions and classes, each once, with everything that the sources use."""
 
     def __init__(self) -> None:
         self._imports: dict[str, str] = {}
@@ -74,7 +68,6 @@ class _Source:
         self._definitions: list[str] = []
         """Sources of functions and classes, each after the definitions that it uses."""
         self._folders: set[str] = set()
-        """Folders of modules that only this process finds."""
 
     def add(self, function: FunctionType) -> None:
         source = _source_of(function)
@@ -192,7 +185,6 @@ def _without_source(value: object) -> InvalidInput:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Return the global names that a code object and its inner functions read."""
     reads = ("LOAD_GLOBAL", "LOAD_NAME")
     names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in reads}
     for constant in code.co_consts:

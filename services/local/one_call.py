@@ -99,8 +99,7 @@ def train(
     shows nothing. `start_cluster` and `connect` are for tests.
 
     Raises InvalidInput (SpecError, DataError) for a spec or data that cannot be trained, and on other platforms than
-    Linux; PacelineError for a run that has not succeeded, with
-    its message.
+    Linux; PacelineError, with the run's message, for a run that has not succeeded.
     """
     require_linux("paceline.train")
     directory = Path(directory).resolve()

@@ -20,8 +20,7 @@ from paceline.spec.reading import MODEL_FIELDS, code_paths, file_of
 
 
 def room_here() -> Room:
-    """Return the memory of this host's smallest GPU, None if torch can use no GPU, and the host's free memory, in
-    bytes."""
+    """Return the memory in bytes of this host's smallest GPU, None if torch can use none, and the host's free memory."""
     sizes = memory_of_gpus() if usable_gpus() else ()
     return Room(min(sizes, default=None), available_bytes())
 
@@ -36,11 +35,9 @@ def cluster_here(spec: RunSpec) -> tuple[RunSpec, str]:
 
 
 def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
-    """Return the spec with each `auto` replaced by a value for this host, and sentences on the chosen values.
-
-    Raises SpecError if a GPU cannot hold its load. A spec that does not fit into the host's free memory, which changes,
-    gets only a warning (`paceline.models.memory_estimate.shortage`).
-    """
+    """Return the spec with each `auto` replaced by a value for this host, and sentences on the chosen values. Raises
+    SpecError if a GPU cannot hold its load; too little free memory of the host, which changes, gives only a warning
+    (`paceline.models.memory_estimate.shortage`)."""
     room, shape = room_here(), read_shape(spec.policy.model_name)
     spec, chosen = planned(spec, shape, room, has_vllm=importlib.util.find_spec("vllm") is not None)
     if shape is not None and (why_not := refusal(spec, shape, Room(gpu_bytes=room.gpu_bytes))):
@@ -75,8 +72,7 @@ def check_paths_are_here(spec: RunSpec) -> None:
 
 
 def missing_paths(spec: RunSpec) -> list[str]:
-    """Return a sentence for each missing local path of a spec. Names of a hub and URLs are not checked, because the
-    workers read them."""
+    """Return a sentence for each missing local path of a spec. Names of a hub and URLs are not checked."""
     return [*_models(spec), *_data(spec), *_functions(spec)]
 
 
@@ -123,7 +119,6 @@ def _functions(spec: RunSpec) -> list[str]:
 
 
 def _remedy(path: Path) -> str:
-    """Return the remedy for a missing path: the nearest name beside it, if one is near."""
     try:
         siblings = [each.name for each, _ in zip(path.parent.iterdir(), range(MAX_SIBLINGS), strict=False)]
     except OSError:

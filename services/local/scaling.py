@@ -1,8 +1,6 @@
 """`paceline up --scale`: gives the pools of one host the sizes that the coordinator decides, as KEDA does in a cluster.
-
-One thread requests the coordinator's status and adds or removes services. A removed service drains: it returns its work
-before it ends. Nothing changes while the coordinator is away or does not know the sizes.
-"""
+One thread requests the coordinator's status and adds or removes services. A removed service drains: it returns its
+work before it ends. Nothing changes while the coordinator is away or does not know the sizes."""
 
 from __future__ import annotations
 
@@ -25,17 +23,16 @@ ASK_S = 2.0
 
 CALL_S = 10.0
 AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
-"""Statuses of a failed request after which it is simply repeated."""
+"""gRPC statuses after which a failed request is simply repeated."""
 
 COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
-"""Seconds: values of coldStartSeconds, idleSeconds and holdSeconds for a host's pools. Processes start faster than
-hosts do, and cost only the host's cores."""
+"""Seconds: coldStartSeconds, idleSeconds and holdSeconds of a host's pools; processes start faster than hosts do."""
 
 
 def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> list[str]:
     """Return the coordinator's options for each pool that the runs of this host need. `bounds` maps a role to the
-    smallest and the largest number of its workers. By default a pool has no workers between runs, and at most one
-    for each core, or with GPUs as many as the spec says."""
+    smallest and largest number of its workers; default: none between runs, and at most one a core, or with GPUs as
+    the spec says."""
     numbers = {
         "rollout": (sizes.rollout_workers, sizes.rollout_gpus),
         "reward": (sizes.reward_workers, sizes.reward_gpus),
@@ -60,7 +57,7 @@ def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -
 
 
 class LocalScaler:
-    """Follows the sizes of the pools of one cluster, from entry to exit."""
+    """Gives the pools of one cluster the coordinator's sizes, from entry to exit."""
 
     def __init__(self, cluster: LocalCluster, say: Callable[[str], None], ask_s: float = ASK_S):
         self._cluster, self._say, self._ask_s = cluster, say, ask_s
@@ -74,7 +71,6 @@ class LocalScaler:
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        """End the thread before the cluster stops, so that nothing is started after that."""
         self._ended.set()
         self._thread.join(CALL_S + self._ask_s)
 
@@ -86,8 +82,7 @@ class LocalScaler:
                     self._apply(pool.name, pool.desired)
 
     def _scaled(self, stub: status_pb2_grpc.StatusServiceStub) -> list[status_pb2.PoolStatus]:
-        """Return the pools with a size to follow; none while the coordinator does not answer or does not know the
-        sizes."""
+        """Return the pools with a size to follow; none if the coordinator does not answer or does not know the sizes."""
         try:
             status = stub.Status(status_pb2.StatusRequest(), timeout=CALL_S)
         except grpc.RpcError as error:

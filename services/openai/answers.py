@@ -1,9 +1,7 @@
-"""Answers in the shapes of the OpenAI API, for chat and text, whole and as chunks of a stream.
-
-Each choice has an additional field `versions`, a list of [session, step, start, end): the weights of each range of
-tokens. `model` names the newest of them and `system_fingerprint` all of them, oldest first. A whole choice has
-`completion` if reward functions read more than its content: reasoning, calls or the stop string.
-"""
+"""Answers in the shapes of the OpenAI API, for chat and text, whole and as chunks of a stream. Each choice has an
+additional field `versions`, a list of [session, step, start, end): the weights of each range of tokens. `model`
+names the newest of them and `system_fingerprint` all of them, oldest first. A whole choice has `completion` if
+reward functions read more than its content: reasoning, calls or the stop string."""
 
 from __future__ import annotations
 
@@ -14,17 +12,7 @@ from paceline.chat.answer_reader import AnswerPart, TextPart
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.messages import Json
 from paceline.groups import Version, VersionSpan
-from paceline.services.openai.frames import (
-    Choice,
-    Delta,
-    Echo,
-    Event,
-    Frame,
-    model_name,
-    ranges,
-    usage,
-    version_name,
-)
+from paceline.services.openai.frames import Choice, Delta, Echo, Event, Frame, model_name, ranges, usage, version_name
 from paceline.services.openai.requests import ChatAsk, CompletionAsk
 
 
@@ -134,8 +122,7 @@ class Answer(Frame):
         return entry
 
     def _put_before(self, entry: Json, choice: Choice, echo: Echo) -> None:
-        """Put the prompt before the text of a choice, and the prompt's log-probabilities before those of the sampled
-        tokens."""
+        """Put the prompt before the text of a choice, and its log-probabilities before those of the sampled tokens."""
         prompt_ids = choice.prompt_ids.tolist()
         entry["text"] = self._decode(prompt_ids) + entry["text"]
         if echo.logprobs is None:
@@ -213,8 +200,7 @@ def reason_of(choice: Choice) -> str:
 
 
 def call_id(call: ToolCall, answer_id: str, index: int, number: int) -> str:
-    """Return the id of call `number` of choice `index`: the call's own id, or a generated id, which is the same with
-    and without `stream`."""
+    """Return the id of a call: the call's own id, or a generated id, which is the same with and without `stream`."""
     return call.id or f"call_{hashlib.sha256(f'{answer_id}/{index}/{number}'.encode()).hexdigest()[:24]}"
 
 

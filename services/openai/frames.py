@@ -20,9 +20,9 @@ class Echo:
     """The prompt as a part of an answer, with its log-probabilities if they were requested."""
 
     logprobs: Sequence[float] | None = None
-    """[P] log-probabilities of the prompt's tokens at temperature 1; the first one is NaN."""
+    """[P] log-probabilities of the prompt's tokens at temperature 1; the first value is NaN."""
     top_ids: Sequence[int] = ()
-    """[P] id of the likeliest token at each position; the first one is -1."""
+    """[P] id of the likeliest token at each position; the first id is -1."""
     top_logprobs: Sequence[float] = ()
     """[P] log-probabilities of `top_ids`."""
     version: tuple[int, ...] | None = None

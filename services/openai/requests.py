@@ -1,8 +1,6 @@
-"""Requests in the shape of the OpenAI API, checked before anything is generated.
-
-Unsupported fields are refused by name, never ignored, because a client would not notice the missing effect. Fields that
-change nothing about the completion (`user`, `metadata` …) are ignored.
-"""
+"""Requests in the shape of the OpenAI API, checked before anything is generated. Unsupported fields are refused by
+name, because a client would not notice the missing effect; fields that change nothing about the completion (`user`,
+`metadata` …) are ignored."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ class Ask(BaseModel):
     """Sampling temperature; 0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Number of likeliest tokens to sample from; -1 and 0: all."""
+    """Number of likeliest tokens to sample among; -1 and 0 mean all tokens."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: int | None = None
@@ -100,7 +98,7 @@ class Ask(BaseModel):
 
     @property
     def stops(self) -> Stops:
-        """Return the stop strings of the request; if there are none, those of the run apply."""
+        """Return the stop strings of the request; the run's stop strings if the request has none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -166,8 +164,7 @@ class ChatAsk(Ask):
     separate_reasoning: bool | None = None
     """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """Field of other servers. If given, it must be true if the last message is the assistant's, which is always
-    continued, else false."""
+    """Field of other servers: true if the last message is the assistant's, which is always continued, else false."""
     add_generation_prompt: bool | None = None
     """Opposite of `continue_final_message`."""
 
@@ -238,9 +235,7 @@ AUTO, NONE, REQUIRED = ToolChoice("auto"), ToolChoice("none"), ToolChoice("requi
 
 def read_tools(tools: Sequence[Json] | None) -> list[Json]:
     """Return the definitions in the API's form, `{"type": "function", "function": {...}}`, as templates take them.
-
-    Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are not an object.
-    """
+    Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are not an object."""
     if tools is not None and len(tools) > MAX_TOOLS:
         raise Unsupported(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are possible", "tools")
     seen: set[str] = set()
@@ -264,7 +259,7 @@ def read_tools(tools: Sequence[Json] | None) -> list[Json]:
 
 
 def read_choice(choice: Any, tools: Sequence[Json]) -> ToolChoice:
-    """Return the calls that `tool_choice` allows. Raises Unsupported if it is unknown, or not in `tools`."""
+    """Return the calls that `tool_choice` allows. Raises Unsupported for an unknown choice, or a tool not in `tools`."""
     if choice is None:
         return AUTO if tools else NONE
     if choice in ("auto", "none"):

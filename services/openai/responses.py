@@ -1,11 +1,8 @@
-"""`POST /v1/responses`: converts a request to the equivalent chat. The server keeps nothing between requests.
-
-A request has the whole conversation as items (messages, calls, results, reasoning); neighbouring items of the assistant
-are one message of the chat. Features that would require earlier answers are refused by name.
-
-Every part of an answer is an item: reasoning, a message with one text, or a call. The typed events of a stream have
-running numbers; those of an item come in the order added, deltas, done. The last event has the whole answer.
-"""
+"""`POST /v1/responses`: converts a request to the equivalent chat. The server keeps nothing between requests. A request
+has the whole conversation as items (messages, calls, results, reasoning); neighbouring items of the assistant are
+one message of the chat. Features that would require earlier answers are refused by name. Every part of an answer is
+an item: reasoning, a message with one text, or a call. A stream's events have running numbers; those of an item come
+in the order added, deltas, done. The last event has the whole answer."""
 
 from __future__ import annotations
 
@@ -24,16 +21,7 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.groups import Version
 from paceline.services.common.serving.json_http import error_answer
 from paceline.services.openai.answers import call_id
-from paceline.services.openai.frames import (
-    Choice,
-    Delta,
-    Event,
-    Frame,
-    model_name,
-    ranges,
-    usage,
-    version_name,
-)
+from paceline.services.openai.frames import Choice, Delta, Event, Frame, model_name, ranges, usage, version_name
 from paceline.services.openai.requests import ChatAsk, read_ask
 
 ROLES = ("user", "system", "developer", "assistant")
@@ -49,8 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
 }
-"""Unsupported fields, each with the values that have no effect. The answer's reasoning is plain text, so no field
-encrypts it."""
+"""Unsupported fields, each with the values that have no effect. The answer's reasoning is never encrypted."""
 
 
 FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
@@ -100,7 +87,6 @@ class ResponsesAsk(BaseModel):
             return [{"role": "user", "content": self.input}]
         messages: list[Json] = []
         assistant: Json | None = None
-        """The assistant's message that the next item may belong to, or None."""
         for item in self.input:
             kind = item.get("type", "message")
             match kind:
@@ -134,7 +120,7 @@ class ResponsesAsk(BaseModel):
 
 
 def read_responses_ask(body: Any) -> tuple[ResponsesAsk, ChatAsk]:
-    """Return a request and its chat. Raises InvalidInput that names the field."""
+    """Return a request and the equivalent chat. Raises InvalidInput that names the field."""
     ask = read_ask(ResponsesAsk, body)
     try:
         return ask, ask.chat()
@@ -209,9 +195,7 @@ class ResponseAnswer(Frame):
         self._ask, self._decode = ask, decode
         self._sequence = 0
         self._items: list[Json] = []
-        """Items whose first event was sent."""
         self._open: Json | None = None
-        """The last item while its text grows, else None."""
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         (choice,) = choices
@@ -307,7 +291,6 @@ class ResponseAnswer(Frame):
         ]
 
     def _item(self, part: AnswerPart, before: Sequence[Json]) -> Json:
-        """Return the item of a part; `before` are the items that precede it."""
         item_id = f"{self._id.partition('_')[2]}_{len(before)}"
         if isinstance(part, ToolCall):
             num_calls = sum(item["type"] == "function_call" for item in before)
@@ -342,7 +325,6 @@ class ResponseAnswer(Frame):
         return event
 
     def _reasoning_tokens(self, choice: Choice) -> int:
-        """Return the number of tokens up to the end of the reasoning."""
         if not choice.reasoning:
             return 0
         ids = list(choice.token_ids)

@@ -1,8 +1,6 @@
-"""`POST /inference/v1/generate`: token ids in, token ids out, as in vLLM, for clients that render chats themselves.
-
-The request is `{model, token_ids, sampling_params}`; each token of the answer has its log-probability, also under the name
-`token_id:N`, which such clients check.
-"""
+"""`POST /inference/v1/generate`: token ids in, token ids out, as in vLLM, for clients that render chats themselves. The
+request is `{model, token_ids, sampling_params}`; each token of the answer has its log-probability, also under the
+name `token_id:N`, which such clients check."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The plan of a replay: its steps, the checkpoint to start from, the ranks and their groups.
-
-It is read from the ledger, which is opened read-only, so run and replay cannot disturb each other. Promise: each rank
-gets the groups that it trained, by the function with which the exchange served them.
-"""
+"""The plan of a replay: its steps, the checkpoint to start from, the ranks and their groups, from the ledger, which is
+opened read-only. Promise: each rank gets the groups that it trained, by the function with which the exchange served
+them."""
 
 from __future__ import annotations
 
@@ -40,17 +38,15 @@ class ReplayPlan:
     checkpoint: Checkpoint | None
     """Checkpoint to start from. None at step 0, where the run's model is loaded instead."""
     expected: Checkpoint | None
-    """The run's checkpoint after the last replayed step, which the result is compared with; None if there is none."""
+    """The run's checkpoint after the last replayed step, to compare with the result; None if the run has none."""
     warnings: tuple[str, ...] = ()
     """Keys of the run's spec that this version ignores."""
 
 
 def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None) -> ReplayPlan:
-    """Make a plan from the ledger. If `end` is None, the replay ends after the last trained step.
-
-    Raises NotFound for an unknown run, without a checkpoint of step `start`, for a step that was not trained, and if
-    samples were not kept; SpecError for a spec of another version that differs in more than unknown keys.
-    """
+    """Make a plan from the ledger. If `end` is None, the replay ends after the last trained step. Raises NotFound for
+    an unknown run, without a checkpoint of step `start`, for a step that was not trained, and if samples were not
+    kept; SpecError for a spec of another version that differs in more than unknown keys."""
     row = ledger.run(run_id)
     spec, warnings = spec_of_run(run_id, row["spec_yaml"])
     end = row["next_step"] if end is None else end

@@ -1,12 +1,8 @@
-"""One rank of a replay: it trains the recorded batches of some steps again, without services. `paceline replay` starts
-it.
-
-There is no coordinator and no member: batches come from the ledger, weights from a checkpoint or the model, and results
-go to a folder. It takes the same steps through the same trainer as `services/learner/training/run.py`, so on CPUs, at
-the recorded world size and thread count, it reaches the run's weights bit for bit.
-
-Rank 0 prints one JSON object on a line for each step, and one for the checkpoint of the last step.
-"""
+"""One rank of a replay: it trains recorded batches again, without services. Batches come from the ledger, weights from
+a checkpoint or the model, and results go to a folder. The trainer takes the same steps as in
+`services/learner/training/run.py`, so on CPUs, at the recorded world size and thread count, it reaches the run's
+weights bit for bit. Rank 0 prints one JSON object on a line for each step, and one for the checkpoint of the last
+step."""
 
 from __future__ import annotations
 
@@ -43,10 +39,8 @@ log = logging.getLogger(__name__)
 def replay(
     ledger: Ledger, run_id: str, spec: RunSpec, start: int, end: int, output: Path, device: torch.device
 ) -> None:
-    """Train steps [start, end) of the run with the settings of `spec`, and write `output/checkpoints/0-<end>`.
-
-    A collective call of all ranks. Raises NotFound, Conflict and the trainer's errors.
-    """
+    """Train steps [start, end) of the run with the settings of `spec`, and write `output/checkpoints/0-<end>`. A
+    collective call of all ranks. Raises NotFound, Conflict and the trainer's errors."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     plan = plan_replay(ledger, run_id, start, end)

@@ -1,9 +1,6 @@
 """Prepares the inputs of reward functions for a group: one entry for each completion or (with an environment) episode.
-
-An episode that was given up is not scored: it has no reward, and functions do not see it.
-
-Suffixes: C samples of a group, F reward functions.
-"""
+Functions do not see an episode that was given up, and it has no reward. Suffixes: C samples of a group, F reward
+functions."""
 
 from __future__ import annotations
 
@@ -49,8 +46,7 @@ class GroupInputs:
 
 
 def inputs_of_completions(prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]) -> GroupInputs:
-    """Return a group's inputs without an environment. If the prompt begins the answer, the completion has the whole
-    answer, as in TRL."""
+    """Return a group's inputs without an environment; completions include an answer's beginning in the prompt."""
     count = len(completions)
     texts: list[Any] = [completion.text for completion in completions]
     if not isinstance(prompt, str):
@@ -77,12 +73,10 @@ def inputs_of_episodes(
     *,
     sums_turns: bool,
 ) -> GroupInputs:
-    """Return the inputs of a group with an environment: each conversation as messages, and its sampled tokens. Further
-    columns: `environment_reward`, `environment_turn_rewards` (sum over the turns) and `environment_ending`.
-
-    sums_turns: an episode without its own reward gets the sum of its turns' rewards. Raises WireError if texts and
-    transcripts differ.
-    """
+    """Return the inputs of a group with an environment: each conversation as messages, its sampled tokens, and the
+    columns `environment_reward`, `environment_turn_rewards` (sum over the turns) and `environment_ending`. With
+    `sums_turns` an episode without its own reward gets the sum of its turns' rewards. Raises WireError if texts and
+    transcripts differ."""
     if any(not 0 <= sample < len(samples) for sample in row_samples):
         raise WireError(
             f"the arrays have rows of samples {sorted(set(row_samples))[:8]}, but the header has {len(samples)} samples"

@@ -1,7 +1,4 @@
-"""Entry point of `paceline serve reward` (also `paceline-reward`).
-
-`RewardService` scores for any client of a reward worker, with or without a run.
-"""
+"""`paceline serve reward` (also `paceline-reward`): its options, and `RewardService`, which scores for any client."""
 
 from __future__ import annotations
 
@@ -30,12 +27,7 @@ from paceline.services.common.options import (
     token_file_option,
     worker_options,
 )
-from paceline.services.common.processes.starting import (
-    announce,
-    die_with_starter,
-    quiet_libraries,
-    raise_file_limit,
-)
+from paceline.services.common.processes.starting import announce, die_with_starter, quiet_libraries, raise_file_limit
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, remind, run_service, with_status
 from paceline.services.common.user_code_options import choose_isolation, user_code_options
@@ -125,7 +117,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, worker: RewardWorker):
         self._worker = worker
         self._calls = 0
-        """Number of running calls; each has a process."""
 
     @with_status
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
@@ -175,15 +166,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return response
 
     def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
-        """Return the requested functions: those of the current run by name, else built-in ones. A client cannot name a
-        file."""
+        """Return the requested functions: the current run's by name, else built-in ones. A client cannot name a file."""
         used = {function.label: function for function in self._worker.functions}
         if not names and not used:
             raise Conflict("this worker has set up no run; name the functions to score with")
         if self._worker.only and (others := sorted({*names} - {*used} - self._worker.only)):
             raise Conflict(
                 f"this worker scores only with {', '.join(sorted(self._worker.only))} (--only), not with {', '.join(others)}; "
-                "use another one"
+                "use another worker"
             )
         for name in names:
             if name not in used and name not in BUILTIN_FUNCTIONS:

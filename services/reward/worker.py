@@ -1,9 +1,6 @@
-"""The reward service: scores tasks of the coordinator's run.
-
-`RewardWorker` is a member of the pool; `paceline.services.reward.main` answers other clients. User functions run in
-separate processes (reward/), so they cannot stop the service. A run's reference, if the pool serves it, runs on a
-thread of the service. Started by `paceline serve reward` (also `paceline-reward`).
-"""
+"""The reward service (`paceline serve reward`): a member of the pool that scores tasks of the coordinator's run. User
+functions run in separate processes (reward/), so they cannot stop the service. A run's reference, if the pool serves
+it, runs on a thread of the service."""
 
 from __future__ import annotations
 
@@ -29,12 +26,7 @@ from paceline.services.common.gpus import refuse_cpu, usable_gpus
 from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
 from paceline.services.common.worker.assigned_run import AssignedRun, BundledSpec, refusal_of_files, spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.common.worker.score_extras import (
-    TRAINER_STATE,
-    FunctionSums,
-    LoggedMetrics,
-    extra_json,
-)
+from paceline.services.common.worker.score_extras import TRAINER_STATE, FunctionSums, LoggedMetrics, extra_json
 from paceline.services.reward.group_inputs import GroupInputs, inputs_of_completions, inputs_of_episodes
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.tracing import span
@@ -52,10 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class RewardWorker:
-    """A member of the reward pool with at most one run at a time.
-
-    A failed set-up is retried with the back-off `pause` as long as the run is assigned.
-    """
+    """A member of the reward pool; works on one run. `pause` is the back-off before a failed set-up is repeated."""
 
     def __init__(
         self,
@@ -90,9 +79,7 @@ class RewardWorker:
         self._occupancy = Occupancy()
         self._progress = ProgressLog(log)
         self._logged = LoggedMetrics()
-        """Values that reward functions logged since the last heartbeat."""
         self._functions = FunctionSums()
-        """Calls of the reward functions since the last heartbeat."""
         self._unavailable = 0
         """Number of tasks in a row that were returned because a service was unavailable or a process was killed."""
         self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
@@ -130,14 +117,13 @@ class RewardWorker:
                 await self._score_forever(assignment.run_id, spec, runner)
 
     async def _bundled_spec(self, assignment: worker_pb2.RunAssignment) -> BundledSpec:
-        """Fetch the run's bundle; return the spec with the functions' files in it. Raises Unreadable for files that
-        this worker does not allow but another one may, and any error of the transfer."""
+        """Return the spec with paths of the bundle's files. Raises Unreadable for refused files, and transfer errors."""
         spec, bundle = spec_of(assignment), assignment.bundle
         others = [reward.function for reward in spec.rewards if reward.function not in self.only]
         if self.only and others:
             raise Unreadable(
                 f"this worker scores only with {', '.join(sorted(self.only))} (--only), but the run has {', '.join(others)}; "
-                "start a reward worker without --only, or name them too"
+                "start a reward worker without --only, or add these functions to --only"
             )
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the functions: {why}")
@@ -146,7 +132,6 @@ class RewardWorker:
         )
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
-        """Report why the set-up failed, and wait until it is retried or another run is assigned."""
         await self.assigned.failed(assignment.run_id, error, self.membership.report)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._set_up_pause.next_s()):
@@ -268,7 +253,7 @@ class RewardWorker:
         )
 
     async def _submit(self, run_id: str, score: pb.ScoreResult, frames: list[bytes]) -> None:
-        """Submit the scores of a group; if the exchange refuses them, submit the reason."""
+        """Submit the scores of a group; if the exchange refuses the scores, submit the reason."""
         reply, _ = await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score), frames)
         if reply.status == pb.REPLY_STATUS_INVALID:
             log.error("the score of group %d was refused: %s", score.group_id, reply.message)
@@ -363,7 +348,6 @@ def _inputs(
     spec: RunSpec,
     completions: Sequence[Completion],
 ) -> GroupInputs:
-    """Return the inputs of reward functions for a task. Raises WireError."""
     prompt = json.loads(task.prompt_json)
     row_arrays = CompletionArrays.of(arrays).rows
     if row_arrays is None:

@@ -61,8 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupSampler:
-    """Samples the groups of one run. `on_sample_end` is called with the group of each ended sample, `on_warning` once
-    with each warning about the run."""
+    """Samples one run's groups. `on_sample_end` gets each ended sample's group, `on_warning` each warning once."""
 
     def __init__(
         self,
@@ -78,7 +77,6 @@ class GroupSampler:
         self.stop = StopStrings.of(tokenizer, spec.policy.generation.stop_strings)
         """Stop strings of the run. They end external requests too."""
         self._request_ids: dict[str, None] = {}
-        """Ids of the requests in the engine."""
         self.generated_tokens = 0
 
     async def sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
@@ -111,7 +109,6 @@ class GroupSampler:
             self._engine.abort(request_id)
 
     def text(self, completion: Completion, *, in_reasoning: bool = False) -> str:
-        """Return the text of a completion; see `completion_text`."""
         end_of = self.stop.end if self.stop is not None else None
         return completion_text(self._tokenizer, completion, end_of, in_reasoning=in_reasoning)
 
@@ -138,13 +135,13 @@ class GroupSampler:
 
 
 def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: IntArray) -> bool:
-    """Return whether the chat template opened the reasoning, so that completions of the prompt begin in it."""
+    """Return whether the chat template opened the reasoning, so that completions of the prompt begin with reasoning."""
     is_chat = not isinstance(prompt, str) or spec.data.apply_chat_template == "always"
     return is_chat and opens_reasoning(tokenizer, prompt_ids)
 
 
 def warnings_of_opening(spec: RunSpec) -> list[str]:
-    """Return a warning for each reward that expects `<think>` in completions, for a run whose prompts end with it."""
+    """Return a warning for each reward that expects `<think>` in completions, if the run's prompts end with `<think>`."""
     remedies = [
         (reward.label, f"leave {THINK} out of its pattern")
         for reward in spec.rewards
@@ -161,7 +158,7 @@ def warnings_of_opening(spec: RunSpec) -> list[str]:
 
 
 def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Completion | None]] | None:
-    """Return the prompt's tokens and the completions that an earlier worker began; None if they cannot be used."""
+    """Return the prompt's tokens and an earlier worker's unfinished completions; None if the prefix cannot be used."""
     reasons = lease.prefix_finish_reasons
     try:
         prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
@@ -202,10 +199,9 @@ class Pace:
         self._empty_since_s = self._clock()
 
     def gauges(self, generated_tokens: int) -> dict[str, float]:
-        """Return the gauges of a heartbeat; `generated_tokens` counts the tokens of all completions that this worker ended.
-
-        The pace is that of the time until the newest completions, so it stays while a slow model decodes the next ones.
-        """
+        """Return a heartbeat's gauges; `generated_tokens` counts the tokens of all completions that this worker ended.
+        The pace is that of the time until the newest completions, so it stays while a slow model decodes the next
+        ones."""
         now_s, empty_s = self._clock(), self._empty_s
         if self._empty_since_s is not None:
             empty_s += now_s - self._empty_since_s
@@ -228,8 +224,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return the coroutines' results, in order. The first error cancels the other coroutines and is raised when they
-    have ended."""
+    """Return the coroutines' results. The first error cancels the other coroutines, and is raised when they have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -1,13 +1,13 @@
 """A rollout worker's work on one run: requests leases while there is room, generates, submits the groups.
 
 Order of waiting: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
-for the exchange's reply. A finished group is kept until the reply. New weights arrive independently
+for the exchange's reply, and keeps the group until then. New weights arrive independently
 (`services/rollout/weights.py`). In a run with an environment this worker has no leases: it samples the turns that
 environment workers request (`services/rollout/servicer.py`).
 
 A lease has no deadline, because a long completion is no fault, and heartbeats continue while an engine hangs. So a hang
-probe tests the engine: a request of one token is submitted and aborted at once, which any engine answers between two
-decode steps, however long its queue and whatever its sequences.
+probe submits a request of one token and aborts it at once, which any engine answers between two decode steps, however
+long its queue.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ RETURN_BYTES_PER_S = 8 << 20
 TOKEN_BYTES = 8
 """Bytes of a token's id and its log-probability."""
 MAX_UNEXPECTED = 4
-"""Up to this many unexpected errors in a row count as faults of their groups. The next one counts as a fault of the
-worker."""
+"""Number of unexpected errors in a row that count as faults of groups; the next error is a fault of the worker."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
 CAPACITY_S = 0.5
@@ -87,7 +86,6 @@ class RolloutRun:
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = 0
-        """Number of turns that are being sampled for episodes."""
         self._turn_tokens = 0
         self._external: dict[str, None] = {}
         self._no_external = asyncio.Event()
@@ -98,7 +96,6 @@ class RolloutRun:
         self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample, self._warn)
         self.params, self.stop = self._sampler.params, self._sampler.stop
         self._unexpected = 0
-        """Number of groups in a row with an unexpected error."""
         store_url = run_store(spec.weights.store, run_id, directory)
         self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, relay)
 
@@ -146,8 +143,7 @@ class RolloutRun:
         await self.engine.close()
 
     async def generate_forever(self) -> None:
-        """Take leases and generate until cancelled, or until all leases are returned after `drain`. In a run with an
-        environment, sample turns instead."""
+        """Take leases and generate, or sample turns in a run with an environment, until cancelled or drained."""
         async with asyncio.TaskGroup() as tasks:
             guard = tasks.create_task(self._end_if_hung())
             if self.spec.environment.is_used:
@@ -185,8 +181,7 @@ class RolloutRun:
         await self._no_external.wait()
 
     async def _pause_requests(self, refusal: str) -> None:
-        """Wait before the next request for leases, because the exchange refused one. Groups in progress continue: if
-        this worker ended, they would be lost, and the end would count as their crash."""
+        """Wait before the next request for leases; groups go on, because this worker's end would count as their crash."""
         pause_s = self.refused_pause.next_s()
         log.error("the exchange refused the lease request, retrying in %.0f s: %s", pause_s, refusal)
         await self._await_room(pause_s)
@@ -198,8 +193,7 @@ class RolloutRun:
                 await self._room.wait()
 
     async def _end_if_hung(self) -> None:
-        """Exit with status 1, as after a crash, because nothing else ends a hung engine. The coordinator counts the
-        crash for every group that this worker holds."""
+        """Exit with status 1 once the engine hangs; the coordinator counts this as a crash for each leased group."""
         stall_s = self.spec.policy.generation.stall_s
         await until_hung(self.engine, stall_s)
         log.critical(
@@ -213,9 +207,9 @@ class RolloutRun:
         end_process(1)
 
     async def drain(self, grace_s: float) -> int:
-        """Take no further lease, let running samples finish, then return the unfinished groups. Returns their number.
-        External requests have the same time, and then end with the tokens that they have. Returns within `grace_s`
-        seconds, even if no coordinator accepts the groups; the coordinator then notices the silence later."""
+        """Take no further lease, let running samples and external requests finish, return the unfinished groups, and
+        return their number within `grace_s` seconds, even if no coordinator accepts the groups; the coordinator then
+        notices the silence later."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())
@@ -238,8 +232,7 @@ class RolloutRun:
         return 0
 
     async def generate_external(self, request: GenerationRequest) -> Completion:
-        """Generate a completion for an external request, without lease or accounting. Raises InvalidInput, Unavailable,
-        EngineDied (see `Engine.generate`)."""
+        """Generate an external completion, without accounting. Raises InvalidInput, Unavailable, EngineDied."""
         if self.draining:
             raise Unavailable("this worker is leaving; try another worker")
         self._external[request.request_id] = None
@@ -252,8 +245,7 @@ class RolloutRun:
                 self._no_external.set()
 
     async def generate_turn(self, request: GenerationRequest) -> Completion:
-        """Generate a turn of an episode, or its rest after a prefix, as work of the run. Raises InvalidInput,
-        Unavailable, EngineDied (see `Engine.generate`)."""
+        """Generate a turn of an episode, or its rest after a prefix. Raises InvalidInput, Unavailable, EngineDied."""
         self._turns += 1
         self._note_occupancy()
         if self._turns == 1:
@@ -270,7 +262,6 @@ class RolloutRun:
         return completion
 
     def text(self, completion: Completion) -> str:
-        """Return the text of a completion, as reward functions get it."""
         return self._sampler.text(completion)
 
     def gauges(self) -> dict[str, float]:
@@ -288,7 +279,6 @@ class RolloutRun:
         await self._membership.report(worker_pb2.ConnectRequest(run_report=report))
 
     async def _generate(self, lease: pb.Lease, prefix: bytes | None) -> None:
-        """Generate a leased group, and submit or return it."""
         started_s = time.monotonic()
         try:
             with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
@@ -401,8 +391,7 @@ class RolloutRun:
 
 
 async def _created(spec: RunSpec, device: str) -> Engine:
-    """Return a new engine. If the caller is cancelled, wait for the engine and close it, because the thread that
-    creates it continues, and an unused engine keeps its processes and its memory."""
+    """Return a new engine. If the caller is cancelled, close it once it is created: it would keep processes and memory."""
     creating = asyncio.create_task(asyncio.to_thread(create_engine, spec, device=device))
     try:
         return await asyncio.shield(creating)
@@ -414,8 +403,7 @@ async def _created(spec: RunSpec, device: str) -> Engine:
 
 
 def return_seconds(max_tokens: int, grace_s: float) -> float:
-    """Return the seconds of a drain's grace that are reserved to return up to `max_tokens` tokens: at most half of the
-    grace."""
+    """Return the seconds, at most half of `grace_s`, that are reserved to return up to `max_tokens` tokens."""
     return min(RETURN_S + max_tokens * TOKEN_BYTES / RETURN_BYTES_PER_S, grace_s / 2)
 
 

@@ -2,10 +2,10 @@
 workers.
 
 Requests of external clients wait behind the gate that they share with the HTTP endpoint
-(`services/rollout/openai/server.py`). Requests with a `session` are turns of the run's episodes: they enter the engine
-as leases do. A client that cancels its call, or whose connection breaks, ends the sequences of the call. A drain loses
-no token: those sampled by its deadline are returned with the finish reason `abort`, and another worker continues from
-them (`GenerateRequest.begun_ids`).
+(`services/rollout/openai/server.py`); those with a `session` are turns of the run's episodes, and enter the engine as
+leases do. A client that cancels its call, or whose connection breaks, ends the sequences of the call. A drain loses no
+token: those sampled by its deadline are returned with the finish reason `abort`, and another worker continues from them
+(`GenerateRequest.begun_ids`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _check_tokens(completions: list[Completion], pinned: common_pb2.PolicyVersio
     """Raise Conflict if weights changed during a request of an evaluation."""
     spans = {Version(span.session, span.step) for each in completions for span in each.spans}
     if others := spans - {_version(pinned), BEGUN_VERSION}:
-        raise Conflict(f"this worker received version {tuple(max(others))} while it sampled; try another worker")
+        raise Conflict(f"this worker received version {tuple(max(others))} during the request; try another worker")
 
 
 async def _prompt_ids(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> IntArray:
@@ -177,7 +177,6 @@ def _begun(request: rollout_pb2.GenerateRequest) -> Completion | None:
 
 
 def _add(response: rollout_pb2.GenerateResponse, text: str, completion: Completion, num_begun: int) -> None:
-    """Add a completion without the tokens that the request contained."""
     generated = response.completions.add(
         text=text,
         token_ids=completion.token_ids[num_begun:].tolist(),

@@ -1,9 +1,6 @@
 """Brings weights to a rollout worker's engine: receives versions from its host's memory or from the object store, loads
-them into the engine, and answers the learner.
-
-Offers come on the event loop, weights on the receivers' threads: those wait for one another and for the engine, which
-swaps between two decode steps. The engine's version only grows.
-"""
+them into the engine, and answers the learner. Offers come on the event loop, weights on the receivers' threads,
+which wait for one another and for the engine, which swaps between two decode steps. The engine's version only grows."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ PHASES = {
 
 
 class RolloutWeights:
-    """Receives the weights of one run for one engine. Create it on the event loop."""
+    """Receives the weights of one run for one engine. Create the object on the event loop."""
 
     def __init__(
         self,
@@ -84,8 +81,7 @@ class RolloutWeights:
             self._on_ack(version, False, first_line(error))
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """Accept the learner's offer of a version in the object store. If the offer is invalid or fails later, the
-        learner gets an error as the answer."""
+        """Accept the learner's offer of a stored version; if the offer is invalid or fails, answer with an error."""
         try:
             stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:
@@ -119,8 +115,7 @@ class RolloutWeights:
                 await self._membership.report(worker_pb2.ConnectRequest(weight_progress=message))
 
     async def answer_again(self) -> None:
-        """Acknowledge the last version again, because the answer may have been lost while the coordinator was
-        unreachable."""
+        """Acknowledge the last version again, because the answer may have been lost with the coordinator's connection."""
         if self._last_yes is not None:
             await self._membership.report(worker_pb2.ConnectRequest(weight_ack=self._last_yes))
 

@@ -1,10 +1,7 @@
-"""The rollout service: takes leases, submits groups, and receives weights while it samples.
-
-`RolloutWorker` is a member of the pool; `services/rollout/run.py` is its work on one run, `services/rollout/servicer.py`
-answers `RolloutService`. Started by `paceline serve rollout` (also `paceline-rollout`). Workers of one run may have different
-engines and sizes (`--engine KEY=VALUE`): only keys of `policy.generation` for how a worker computes may differ; the distribution
-that it samples from is the run's.
-"""
+"""The rollout service (`paceline serve rollout`): a member of the pool. `services/rollout/run.py` is its work on one
+run, `services/rollout/servicer.py` answers `RolloutService`. Workers of one run may have different engines and sizes
+(`--engine KEY=VALUE`): only keys of `policy.generation` for how a worker computes may differ; the distribution that
+it samples from is the run's."""
 
 from __future__ import annotations
 
@@ -31,9 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """One member of the rollout pool: at most one run at a time. A set-up that fails is retried after a growing pause
-    while the run is assigned; `pause` is that back-off. `host` is this machine's address for weights. `bind` is the
-    address to listen on, if that is another one."""
+    """One member of the rollout pool: at most one run at a time. A failed set-up is retried after the back-off `pause`
+    while the run is assigned. `host` is this machine's address for weights, and `bind` the address to listen on if
+    that is another one."""
 
     def __init__(
         self,
@@ -68,12 +65,11 @@ class RolloutWorker:
 
     @property
     def served(self) -> RolloutRun | None:
-        """Return the run that serves callers: the current one, else the last one."""
+        """Return the run that serves callers: the current run, else the last run."""
         return self._run or self._ended_run
 
     async def work(self) -> None:
-        """Work on the assigned run, until cancelled. An engine that dies ends the service, which leaves the pool with
-        the reason; its supervisor starts it again."""
+        """Work on the assigned run until cancelled. An engine that dies ends the service, which leaves with the reason."""
         try:
             await self._work_on_runs()
         finally:
@@ -104,8 +100,7 @@ class RolloutWorker:
                 await _ended(work)
 
     async def drain(self, grace_s: float) -> int:
-        """Finish as many leases as possible in `grace_s` seconds and return the others. Returns the number of
-        unfinished leases."""
+        """Finish as many leases as possible in `grace_s` seconds, return the other leases, and return their number."""
         run = self.served
         returned = await run.drain(grace_s) if run is not None else 0
         self.drained.set()

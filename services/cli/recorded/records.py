@@ -1,5 +1,4 @@
-"""`paceline ledger` and `paceline export`. No command of this module needs a coordinator; a command that only reads can
-use one."""
+"""`paceline ledger` and `paceline export`: no command needs a coordinator, and commands that only read can use one."""
 
 from __future__ import annotations
 

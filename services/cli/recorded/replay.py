@@ -17,12 +17,7 @@ from paceline.errors import Conflict, PacelineError
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import opened_ledger
 from paceline.services.cli.render import PATH
-from paceline.services.common.options import (
-    device_option,
-    directory_option,
-    find_run,
-    json_option,
-)
+from paceline.services.common.options import device_option, directory_option, find_run, json_option
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
 
@@ -105,8 +100,7 @@ def replay(
 
 
 def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
-    """Return `spec`, which a coordinator has accepted, with dotted overrides. Raises SpecError; Conflict for an
-    override that would change the recorded batches."""
+    """Return `spec` with overrides. Raises SpecError; Conflict for an override that would change the recorded batches."""
     tree = yaml.safe_load(spec_to_yaml(spec))
     for override in overrides:
         if override.startswith(("data.", "rewards", "algorithm", "grpo.num_")):
@@ -157,8 +151,7 @@ def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dic
 def _written(
     lines: Iterator[dict[str, Any]], path: Path, recorded: Mapping[int, float], *, quiet: bool
 ) -> tuple[dict[str, Any], int]:
-    """Write the steps' metrics to a file and print them; return the checkpoint's line and the number of losses that
-    equal the recorded ones."""
+    """Write and print each step's metrics; return the checkpoint's line and how many losses equal the recorded ones."""
     saved: dict[str, Any] = {}
     equal_losses = 0
     with path.open("w") as metrics:
@@ -177,7 +170,6 @@ def _written(
 
 
 def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
-    """Compare the weights with the run's checkpoint after the same steps, if the run has one."""
     if plan.expected is None:
         return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
     from paceline.learner.checkpoints.export import checkpoint_weights, compare_weights

@@ -1,8 +1,6 @@
-"""Writes a run's samples to a file that a run can train on again: every completion, or pairs for preference training.
-
-The name's extension decides the format. A chat prompt stays a list of messages in Parquet and JSONL; CSV has no lists,
-so it becomes JSON there. Columns of the data set become columns of the file again.
-"""
+"""Writes a run's samples to a file that a run can train on again: every completion, or pairs for preference training. A
+chat prompt stays a list of messages in Parquet and JSONL, and becomes JSON in CSV, which has no lists. Columns of
+the data set become columns of the file again."""
 
 from __future__ import annotations
 
@@ -62,13 +60,13 @@ PAIR_COLUMNS = {
 def export_samples(
     records: Records, run_id: str, destination: Path, *, pairs: tuple[float, float] | None = None
 ) -> int:
-    """Write every completion that the run has trained on as a row of `destination`; return the number of rows.
+    """Write every completion that the run has trained on as a row of `destination`, whose extension decides the format;
+    return the number of rows.
 
-    With `pairs` (a, b): a row for each group whose best completion has a total reward of at least a and whose worst one
-    has at most b, as prompt, chosen and rejected. Rows are in the order of training; memory holds one step, and the
-    folder of `destination` a temporary file with all groups. The file is written atomically. Raises NotFound if nothing
-    was trained, if samples were not kept or cannot be read, without the folder, and without a pair; InvalidInput for
-    another extension.
+    With `pairs` (a, b): a row of prompt, chosen and rejected for each group whose best total reward is at least a and
+    whose worst one is at most b. Rows are in the order of training. Memory holds one step, and a temporary file in the
+    folder of `destination` all groups. The file is written atomically. Raises NotFound if nothing was trained, if
+    samples were not kept or cannot be read, without the folder, and without a pair; InvalidInput for another extension.
     """
     form = destination.suffix.lower()
     if form not in FORMATS:
@@ -116,7 +114,6 @@ class TrainedGroups:
         """Raises NotFound without a trained batch, or if samples cannot be read."""
         self._file = file
         self._kinds: dict[str, set[str]] = {}
-        """Kinds of the values in each column of the data set, by the column's name."""
         self._prompt_kinds: set[str] = set()
         self._message_keys: set[str] = set()
         trained = {batch.step for batch in records.batches(run_id) if batch.trained}

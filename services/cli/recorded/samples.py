@@ -127,8 +127,7 @@ SHOWN = 4
 
 
 class _ShowByDefault(click.Group):
-    """Click group that reads `samples RUN` as `samples show RUN`. No command has the name of a run, because a run's id
-    ends with a number."""
+    """Click group that reads `samples RUN` as `samples show RUN`: no command has a run's id, which ends with a number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -279,8 +278,7 @@ def _check_options(
 
 
 def _by_reward(groups: list[dict[str, Any]], *, best: bool) -> list[dict[str, Any]]:
-    """Return a group for each completion that has a reward, best or worst first; completions with equal rewards keep
-    their order."""
+    """Return a group for each completion with a reward, best or worst first; equal rewards keep the earlier order."""
     alone = [
         group | {"completions": [completion], "reward": completion["reward"]}
         for group in groups

@@ -1,12 +1,10 @@
 """The source of the commands on records: a ledger on this machine, or a coordinator anywhere.
 
-What is named explicitly is read: the coordinator of `--coordinator`, which needs only its address and token, or the
-ledger of `--directory`, even if a coordinator uses it, because it is opened read-only. If neither is named, the
-coordinator of PACELINE_COORDINATOR is read, and a line says so; without that, the ledger in the folder `runs`. `LedgerRuns` reads a ledger as `paceline.client.Client` reads a
-coordinator, so each command is written once.
-
-Registered models are found in the same way. Commands that change them open the ledger as its one writer, which is
-refused while a coordinator uses it; they then need --coordinator.
+`--coordinator` names a coordinator to read, and `--directory` a ledger, which is opened read-only, so a coordinator may
+use it meanwhile. Without both, the coordinator of PACELINE_COORDINATOR is read, and a line says so; without that, the
+ledger in the folder `runs`. `LedgerRuns` reads a ledger as `paceline.client.Client` reads a coordinator, so each
+command is written once. Registered models are found in the same way; a command that changes them needs --coordinator
+while a coordinator uses the ledger, which has one writer.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class LedgerRuns:
         return [self.get(row["run_id"]) for row in self.ledger.runs()]
 
     def get(self, run_id: str) -> Run:
-        """Return a run. Raises NotFound."""
         from paceline.services.coordinator.records.lists import run_message
 
         row = self.ledger.run(run_id)
@@ -83,12 +80,10 @@ class LedgerRuns:
 
     @property
     def models(self) -> Models:
-        """The registered models, read-only."""
         return _local(self.ledger)
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, oldest first, even of runs with unreadable columns; runs with lost rows come
-        last."""
+        """Return all run ids, oldest first, also those of runs with unreadable columns; runs with lost rows come last."""
         from paceline.services.coordinator.ledger.file_check import lost_runs
 
         lost: list[str] = []
@@ -102,7 +97,6 @@ Source: TypeAlias = Client | LedgerRuns
 
 
 def run_ids(source: Source) -> list[str]:
-    """Return the ids of all runs, oldest first."""
     return source.run_ids() if isinstance(source, LedgerRuns) else [run.run_id for run in source.runs()]
 
 
@@ -137,7 +131,7 @@ def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterator[tuple[Source, str]]:
-    """Open the records of a run by its id or folder; return them with the id. Raises NotFound, Unavailable."""
+    """Open the records of a run by its id or folder; yield records and id. Raises NotFound, Unavailable."""
     path, run_id = (directory / LEDGER_NAME, run) if coordinator else find_run(run, directory)
     with ledger_source(path) if run_id != run else records_of(directory, coordinator) as source:
         yield source, run_id
@@ -145,11 +139,8 @@ def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterat
 
 @contextlib.contextmanager
 def runs_of(coordinator: str, directory: Path | None) -> Iterator[Source]:
-    """Open the runs of `directory`; without a directory, open the coordinator's runs.
-
-    If nobody named a coordinator and none answers, the default directory is read, if it has a ledger, and a line says
-    so. Raises Unavailable, NotFound.
-    """
+    """Open the runs of `directory`; without a directory, the coordinator's. If nobody named a coordinator and none
+    answers, open the ledger of the default directory, if it has one, and print a line. Raises Unavailable, NotFound."""
     if directory is None:
         with Client(coordinator) as client:
             if not _may_read_directory() or _answers(client):
@@ -200,8 +191,7 @@ def models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
 
 @contextlib.contextmanager
 def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
-    """Open the registered models to change them. Raises NotFound, Unavailable; Conflict if a coordinator uses the
-    ledger."""
+    """Open the registered models for changes. Raises NotFound, Unavailable; Conflict if a coordinator uses the ledger."""
     with records_of(directory, coordinator) as source:
         if isinstance(source, Client):
             yield source.models

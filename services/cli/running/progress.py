@@ -1,8 +1,5 @@
-"""Progress of a run on the screen: one line for each event, and on a terminal a bar with the reward's curve below.
-
-Off a terminal each line begins with the time and the run, and a step's line ends with the remaining time, because such
-lines are read in the log of a container.
-"""
+"""Progress of a run on the screen: one line for each event, and on a terminal a bar with the reward's curve. Elsewhere
+a line begins with the time and the run, because it is read in the log of a container."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ Show = Callable[[Event], None]
 
 class Shown(NamedTuple):
     as_json: bool = False
-    """True to print JSON lines instead of text."""
     quiet: bool = False
     """True to print only warnings, changes of state and the outcome."""
     bar: bool = True
@@ -64,9 +60,8 @@ class Course:
         self.total_steps = total_steps
         self._live_from = live_from
         self.step = 0
-        """Number of trained steps."""
         self.values: list[float] = []
-        """Rewards of the steps that had one. If the run trains on examples: losses of the steps."""
+        """Reward of each step that had a reward; for a run on examples, the loss of each step."""
         self.measure = "reward"
         """Name of the values: `reward` or `loss`."""
         self.evaluations: list[dict[str, Any]] = []
@@ -79,7 +74,6 @@ class Course:
         return self.step >= self._live_from
 
     def note(self, event: Event) -> None:
-        """Note an event; only live events count for the pace."""
         if event.kind == "evaluation":
             self.evaluations.append(event.content)
         if event.kind != "step":
@@ -107,8 +101,7 @@ class Course:
 
 @contextlib.contextmanager
 def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Iterator[Show]:
-    """Yield a function that shows an event. The events up to the sequence number `earlier` were shown before, so one
-    line summarizes them."""
+    """Yield a function that shows an event. One line summarizes the events up to number `earlier`, shown before."""
     with contextlib.ExitStack() as stack:
         if shown.as_json:
             say = None
@@ -139,8 +132,7 @@ def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Itera
 
 
 def _plain(run_id: str, course: Course) -> Callable[[Event | None, str], None]:
-    """Return a function that prints a line. If the output is not a terminal, the line also has the time, the run and
-    the remaining time."""
+    """Return a function that prints a line; off a terminal also the time, the run and the remaining time."""
     is_terminal = sys.stdout.isatty()
 
     def say(event: Event | None, line: str) -> None:

@@ -18,13 +18,7 @@ from paceline.services.cli import render
 from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
 from paceline.services.cli.running.progress import Shown, shown_options
 from paceline.services.cli.running.watching import follow, wait_for
-from paceline.services.common.options import (
-    coordinator_option,
-    find_run,
-    json_option,
-    print_json,
-    recorded_option,
-)
+from paceline.services.common.options import coordinator_option, find_run, json_option, print_json, recorded_option
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 
@@ -179,8 +173,7 @@ def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> 
 
 
 def _shortage_here(spec: RunSpec, coordinator: str) -> str:
-    """Return a warning if the coordinator and its workers are on this machine and it has too little memory for the run;
-    empty otherwise."""
+    """Return a warning if coordinator and workers share this machine and its memory is too small; empty otherwise."""
     from paceline.host.resources import available_bytes
     from paceline.models.memory_estimate import shortage
 
@@ -255,8 +248,8 @@ def _row(pool: PoolStatus) -> list[str]:
 
 
 LEAVING_S = 30.0
-"""After its grace, a worker should leave within this many seconds: meanwhile it returns unfinished work, or writes a
-checkpoint."""
+"""Seconds after a worker's grace in which the worker should leave: it returns unfinished work, or writes a checkpoint.
+"""
 POLL_S = 0.2
 
 

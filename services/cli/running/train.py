@@ -1,9 +1,5 @@
 """`paceline grpo|sft|dpo|kto|orpo|rm|distillation|offline_grpo SPEC`: trains a spec of that algorithm, with local
-services or at a coordinator.
-
-The eight names are one command, because algorithms differ only in the source of the batch and in the loss, which the
-spec names. The name is the user's intention, so a spec with another algorithm is refused.
-"""
+services or at a coordinator. The eight names are one command; a spec with another algorithm is refused."""
 
 from __future__ import annotations
 

@@ -154,10 +154,9 @@ def run_here(
     scaled: Mapping[str, tuple[int, int]] | None = None,
     page: bool = True,
 ) -> None:
-    """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also over restarts
-    of the coordinator. Runs of `resumed` are continued as by `paceline resume`. Exits with status 1 unless all
-    succeed. Runs that train on a data set's examples get no rollout and reward workers. With `scaled` (bounds by
-    role, possibly none) the coordinator's advice decides the number of workers. Raises PacelineError."""
+    """Start services in `directory`, submit `spec` if given, continue the runs of `resumed`, and follow all open runs
+    to their end, also over restarts of the coordinator. With `scaled` (bounds by role, possibly none) the
+    coordinator decides the number of workers. Exits with status 1 unless all runs succeed. Raises PacelineError."""
     say = functools.partial(click.echo, err=True)
     if spec is not None:
         check_paths_are_here(spec)
@@ -199,8 +198,7 @@ def run_here(
 
 @contextlib.contextmanager
 def _ends_explained(cluster: LocalCluster, directory: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """If Ctrl-C ends the block, print the command that continues the runs. If another error ends the block and a
-    service was given up, raise the fault of that service instead."""
+    """After Ctrl-C print the command that continues the runs; after another error raise a given-up service's fault."""
     try:
         yield
     except KeyboardInterrupt:
@@ -242,7 +240,7 @@ def _begun(
     going_on: Sequence[str],
     say: Callable[[str], None],
 ) -> list[str]:
-    """Resume and submit runs as requested; return the runs to follow: the new one, else all open ones."""
+    """Resume and submit runs as requested; return the runs to follow: the new run, else all open runs."""
     for run_id in resumed:
         client.resume(run_id)
     if spec is None:
@@ -256,8 +254,7 @@ def _begun(
 def placed(
     spec: RunSpec | None, specs: Sequence[RunSpec], num_gpus: int, say: Callable[[str], None]
 ) -> tuple[RunSpec | None, ClusterSection]:
-    """Return the spec with its open settings chosen for this host, and the services that `specs` need; print the
-    choices. Raises SpecError for settings that do not fit."""
+    """Return the spec with settings for this host, and the services of `specs`; print the choices. Raises SpecError."""
     sizes = named = sizes_for(specs)
     sizes, division = divide(sizes, num_gpus, rollout=sizes.rollout_workers > 0)
     if division:
@@ -290,7 +287,6 @@ def _wait_until_interrupted(cluster: LocalCluster, say: Callable[[str], None]) -
 
 
 def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
-    """Stop the services; at a second Ctrl-C exit at once, and they end with this process."""
     try:
         cluster.stop()
     except KeyboardInterrupt:
@@ -351,16 +347,14 @@ class LeftRuns:
     """Open and failed runs by id, oldest first."""
 
     open: dict[str, RunSpec] = field(default_factory=dict)
-    """Specs of the runs that have not ended, by run id."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """For each open run whose spec this version cannot read: the reason and the remedy, by run id."""
+    """Reason and remedy for each open run whose spec this version cannot read, by run id."""
     failed: dict[str, Failed] = field(default_factory=dict)
-    """Runs that `resume` would queue again, by run id."""
     events: dict[str, int] = field(default_factory=dict)
     """Sequence number of the newest event of each run, by run id."""
 
     def advice(self, resumed: Sequence[str] = ()) -> list[str]:
-        """Return a sentence for each run that needs a person, without the `resumed` ones."""
+        """Return a sentence for each run that needs a person, except for the runs in `resumed`."""
         failed = [(run_id, failed_run) for run_id, failed_run in self.failed.items() if run_id not in resumed]
         newest = failed[: -MAX_SHOWN - 1 : -1]
         sentences = [

@@ -20,8 +20,7 @@ from paceline.services.common.options import print_json
 from paceline.services.common.reporting.terminal import visible
 
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
-"""Maps the state of a run to the exit status of `paceline submit --wait`. Status 2 is absent, because click uses it for
-a misspelt command."""
+"""Maps a run's state to the exit status of `paceline submit --wait`; 2 is click's status for a misspelt command."""
 QUEUE_S = 2.0
 """Seconds between two queries for the run that a queued run waits for."""
 
@@ -38,10 +37,8 @@ def follow(
     earlier: int = 0,
 ) -> None:
     """Print a run's events after the sequence number `after` until it has ended; one line summarizes those up to
-    `earlier`. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable.
-
-    From a directory's records it prints the recorded events, also of a run that has not ended.
-    """
+    `earlier`. From a directory, print the recorded events, also of an open run. Exits with status 1 unless the run
+    succeeded. Raises NotFound, Unavailable."""
     facts = render.run_facts(source.get(run_id))
     is_live = isinstance(source, Client) and facts["state"] not in ENDED_STATES
     course = Course(facts["max_num_steps"], live_from=facts["step"] if is_live else math.inf)
@@ -66,8 +63,7 @@ def follow(
 
 
 def wait_for(client: Client, run_id: str, shown: Shown) -> None:
-    """Return when a run has succeeded; exit with the status of `EXITS` if it ends otherwise, or is paused. Coordinators
-    may restart meanwhile. Raises NotFound, Unavailable."""
+    """Return when a run has succeeded, also over restarts; else exit as `EXITS` says. Raises NotFound, Unavailable."""
     for event in client.watch(run_id):
         if event.kind == "state" and event.content.get("state") in EXITS:
             break
@@ -87,7 +83,7 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 @contextlib.contextmanager
 def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
-    """Print on stderr which run a queued one waits for; check that every `every_s` seconds, and print changes."""
+    """Print on stderr which run a queued run waits for; check this every `every_s` seconds, and print changes."""
     shown = _tell(source, run_id, ())
     if every_s is None:
         yield
@@ -108,8 +104,7 @@ def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[
 
 
 def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...]:
-    """Print the run that a queued run waits for, unless its id, state and message equal `shown`. Return these three;
-    nothing if it waits for none."""
+    """Print the run that `run_id` waits for unless it equals `shown`; return its id, state and message, or nothing."""
     ahead = in_front_of(source, run_id)
     if ahead is None:
         return ()
@@ -120,7 +115,7 @@ def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...
 
 
 def in_front_of(source: Source, run_id: str) -> render.Facts | None:
-    """Return the open run that a queued one waits for; None if there is none."""
+    """Return the open run that a queued run waits for; None if the queued run waits for none."""
     for run in source.runs():
         facts = render.run_facts(run)
         if facts["run_id"] == run_id:
@@ -131,14 +126,13 @@ def in_front_of(source: Source, run_id: str) -> render.Facts | None:
 
 
 def advice(run_id: str, ahead: render.Facts) -> str:
-    """Return which run a queued one waits for, and how to end the run that it waits for."""
+    """Return a sentence that names the run `ahead`, for which the queued run waits, and how to end `ahead`."""
     state = f"{ahead['state']}, step {ahead['step']} of {ahead['max_num_steps']}"
     reason = f": {ahead['message']}" if ahead["message"] else ""
     return f"{run_id} waits for {ahead['run_id']} ({state}{reason}); `paceline cancel {ahead['run_id']}` ends that run"
 
 
 def _summary(facts: render.Facts) -> dict[str, Any]:
-    """Return the run's summary.json if its directory is on this machine."""
     path = Path(facts["directory"]) / "summary.json"
     try:
         summary: dict[str, Any] = json.loads(path.read_text())

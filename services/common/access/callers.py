@@ -1,11 +1,10 @@
-"""Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and the
-tokens in `tokens.json`; a worker's services send a token's digest to the coordinator and ask whose it is.
+"""Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and those
+in `tokens.json`; a worker's services ask the coordinator whose token has a digest. An answer counts for FRESH_S, so
+a revoked token is refused within that time; while the coordinator does not answer, its last answer counts for
+KEPT_S, and a caller with the worker's token is a worker.
 
-The token decides the role. A client certificate tells the host that uses it: its name is recorded, and a call over a
-connection of a revoked name is refused whatever its token. A change of either file takes effect within a second.
-
-A worker uses the coordinator's answer for FRESH_S, so a revoked token is refused within that time. While the
-coordinator does not answer, its last answer counts for KEPT_S, and a caller with the worker's token is a worker.
+The token decides the role. The name in a client certificate is recorded, and a call over a connection of a revoked name
+is refused whatever its token. A change of either file takes effect within a second.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class TokenCallers:
         clock: Callable[[], float] = time.time,
         note: Callable[[str, str], None] = lambda what, name: None,
     ):
-        """`bootstrap` returns the bootstrap token; `file` is the path of its file on this host, for messages. `table` is `tokens.json`;
-        the revoked certificates are beside it. `note` is called for each change of either file, with the change and the name. Raises
-        Conflict for a damaged file."""
+        """`bootstrap` returns the bootstrap token, and `file` is its path for messages. `table` is `tokens.json`; the
+        revoked certificates are beside it. `note` gets each change of either file, with the name. Raises Conflict
+        for a damaged file."""
         self._note = note
         self._bootstrap, self._file, self._clock = bootstrap, file.resolve(), clock
         self._table = self._revoked = None
@@ -67,7 +66,6 @@ class TokenCallers:
             self._revoked = PolledFile(table.with_name(REVOKED_NAME), read_revoked, self._note_certificates)
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
-        """Return the caller that a token identifies. Raises AccessDenied."""
         if refusal := self._refusal_of_certificate(certificate):
             raise AccessDenied(refusal)
         caller = self.by_digest(digest_of(token)) if token else None
@@ -78,8 +76,7 @@ class TokenCallers:
         raise AccessDenied(_refusal(self._file, has_token=has_token, is_other=bool(token), also=also))
 
     def by_digest(self, digest: str) -> Caller | None:
-        """Return the caller whose token has this digest; None if no token has it. Raises AccessDenied for a token that
-        is revoked or has expired."""
+        """Return the caller whose token has this digest, or None. Raises AccessDenied for a revoked or expired token."""
         if row := self._rows().get(digest):
             if refusal := row.refusal(self._clock()):
                 raise AccessDenied(refusal)
@@ -129,9 +126,8 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class PolledFile(Generic[ContentT]):
-    """A small file that commands replace while a service runs. After a change it is read again within CHECK_S. If the
-    file is damaged at first, that is an error; if it is damaged later, its previous content stays in effect, with a
-    warning."""
+    """A small file that commands replace while a service runs; a change is read within CHECK_S. If the file is damaged
+    at first, that is an error; if it is damaged later, its previous content stays in effect, with a warning."""
 
     def __init__(
         self,
@@ -139,15 +135,13 @@ class PolledFile(Generic[ContentT]):
         read: Callable[[Path], ContentT],
         changed: Callable[[ContentT, ContentT], None] = lambda before, after: None,
     ):
-        """`read` returns the content, also for a missing file; `changed` is called with the contents before and after a change.
-        Raises Conflict for a damaged file."""
+        """`read` returns the content, or that of a missing file; `changed` gets old and new content. Raises Conflict."""
         self._path, self._read, self._changed = path, read, changed
         self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")
 
     @property
     def content(self) -> ContentT:
-        """Return the content, at most CHECK_S old."""
         now_s = time.monotonic()
         if now_s - self._checked_s < CHECK_S:
             return self._content
@@ -167,7 +161,7 @@ FRESH_S = 2.0
 KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
-"""At most this many answers of the coordinator are kept; the newest ones stay."""
+"""Largest number of the coordinator's answers that are kept; the newest answers stay."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
 """Name of a caller with the worker's token while the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -182,13 +176,11 @@ class _Answer:
 
 class WorkerCallers:
     def __init__(self, coordinator: str):
-        """`coordinator` is the coordinator's HOST:PORT. If it is empty, only the worker's token is valid, and that
-        token has every role."""
+        """`coordinator` is HOST:PORT; if it is empty, only the worker's token is valid, with every role."""
         self._coordinator = coordinator
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
-        """Return the caller that a token identifies. Raises AccessDenied, Unavailable."""
         worker_token = read_token(token_path())
         if not worker_token or not token:
             raise AccessDenied(_refusal(token_path(), has_token=bool(worker_token)))

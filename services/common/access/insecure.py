@@ -1,9 +1,6 @@
 """Two options: `--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`, which permits
-unencrypted connections beyond this host. With certificates, `--insecure` is not needed.
-
-A process that uses the permission reports it: in its log at its start and every ten minutes, in a gauge, and the coordinator in
-`paceline status`.
-"""
+unencrypted connections beyond this host without certificates. A process that uses the permission reports it: in its
+log at its start and every ten minutes, in a gauge, and the coordinator in `paceline status`."""
 
 from __future__ import annotations
 
@@ -87,8 +84,7 @@ def _checked(option: click.Parameter, value: str, host: str) -> str:
 
 
 def insecurity(host: str) -> str:
-    """Return the warning about a process that listens on `host`; empty if its connections are encrypted or stay on this
-    host."""
+    """Return the warning about listening on `host`; empty if connections are encrypted or stay on this host."""
     if is_loopback(host) or tls_folder() is not None:
         return ""
     return f"NOT ENCRYPTED: --insecure listens on {host} without TLS; give certificates with --tls-dir"

@@ -1,9 +1,6 @@
-"""Access to the dashboard, for holders of the coordinator's token or of one of the two keys that links to the dashboard
-contain.
-
+"""Access to the dashboard, for holders of the coordinator's token or of one of the two keys in links to the dashboard.
 A key is derived from the token and cannot be turned back into it, so a link in a terminal or a chat exposes the page
-but not the cluster. A browser sends it in a header, not in a cookie, so no other page can make a browser use it.
-"""
+but not the cluster. A browser sends it in a header, not in a cookie, so no other page can make a browser use it."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ KEY_LENGTH = 32
 
 
 class Role(IntEnum):
-    """Role of a caller of the dashboard."""
-
     NOBODY = 0
     READER = 1
     OPERATOR = 2
@@ -37,7 +32,6 @@ class Access:
         """Secret from which the keys are derived if there is no token file."""
 
     def key(self, role: Role) -> str:
-        """Return the key of a role."""
         secret = read_token(self._file) or self._instead
         name = f"paceline dashboard {role.name.lower()}"
         return hmac.new(secret.encode(), name.encode(), hashlib.sha256).hexdigest()[:KEY_LENGTH]
@@ -55,5 +49,4 @@ class Access:
         return self.limited(granted)
 
     def limited(self, role: Role) -> Role:
-        """Return the role, or READER instead of a higher one if this dashboard is read-only."""
         return min(role, Role.READER) if self._read_only else role

@@ -1,9 +1,6 @@
 """The caller of an rpc, and the one table of rights: the roles that may make each call, and the workers that may send
-each request to the exchange.
-
-A call without a row is refused to everybody. Tests compare the table with the methods of every proto, and with what
-real servers permit.
-"""
+each request to the exchange. A call without a row is refused to everybody. Tests compare the table with the methods
+of every proto, and with what real servers permit."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ class Caller:
     digest: str = ""
     """SHA-256 of the caller's token, in hexadecimal digits."""
     certificate: str = ""
-    """Name in the caller's client certificate; empty without a certificate. The name gives no right, but revoking it
-    removes all rights of the caller."""
+    """Name in the caller's client certificate, or empty. The name gives no right; revoking it removes all rights."""
 
     @property
     def steers_all(self) -> bool:
@@ -59,8 +55,6 @@ VIEWER, SUBMITTER, OPERATOR, WORKER, SCRAPER = CallerRole
 
 @dataclass(frozen=True)
 class Right:
-    """The right to make one call."""
-
     roles: frozenset[CallerRole]
     changes: bool = False
     """True if the call changes something. The audit log records such a call, whether it was permitted or not."""
@@ -147,6 +141,6 @@ EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
     "batch": frozenset({_LEARNER}),
     "receipt": frozenset({_LEARNER}),
 }
-"""For each kind of request to the exchange: the roles of the workers that may send it. Each request has the secret of a
-Welcome, which only a caller with the role `worker` gets. Workers of two roles can hold leases, but in one run only
-workers of one of these roles do (`holds_leases`)."""
+"""Maps each kind of request to the exchange to the roles of the workers that may send it. Each request has the secret
+of a Welcome, which only a caller with the role `worker` gets. In one run only one of two roles holds leases
+(`holds_leases`)."""

@@ -1,5 +1,4 @@
-"""TLS for servers: gRPC credentials and HTTP contexts that present the folder's newest certificate to each connection,
-and the peer's identity and address of a call."""
+"""TLS for servers: credentials and contexts that present a folder's newest certificate, and the peer of a call."""
 
 from __future__ import annotations
 
@@ -15,16 +14,15 @@ from paceline.tls.certificates import Identity, identity_of, read_certificate
 from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
-"""At most this many client certificates have their names cached."""
+"""Largest number of client certificates whose names are cached."""
 MAX_PEERS = 8192
-"""At most this many peers have their addresses cached."""
+"""Largest number of peers whose addresses are cached."""
 MAX_HOST = 64
 
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
     """Return the credentials of a gRPC port. With `mutual`, clients must present a certificate of the authority;
-    without it no certificate is requested, because gRPC for Python has no optional client certificates. Raises
-    InvalidInput."""
+    otherwise none is requested, because gRPC for Python has no optional client certificates. Raises InvalidInput."""
     given = _own(folder)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -63,8 +61,7 @@ def server_context(folder: TlsFolder) -> ssl.SSLContext:
 
 
 def identity_of_call(context: Any) -> Identity | None:
-    """Return the identity in a call's client certificate; None for a call without one. Raises InvalidInput for a
-    certificate without a role."""
+    """Return the identity in a call's client certificate, or None. Raises InvalidInput if the certificate has no role."""
     pem = context.auth_context().get("x509_pem_cert")
     return identity_of(pem[0]) if pem else None
 

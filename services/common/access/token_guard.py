@@ -1,8 +1,5 @@
-"""Checks every call before its content is read: its token, and whether the caller may make it.
-
-Health and reflection stay open. `services/common/access/rights.py` has the rights. Streams end when their caller's
-token is revoked or expires: a task checks their callers every RECHECK_S while there are any.
-"""
+"""Checks the token and the rights (`services/common/access/rights.py`) of every call before its content is read; health
+and reflection stay open. A stream ends within RECHECK_S after its caller's token is revoked or expires."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ from paceline.services.common.access.tls import address_of, certificate_name
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 RECHECK_S = 1.0
 MESSAGE_S = 60.0
-"""Seconds in which the message of a permitted call must arrive. It does not limit a stream of requests, whose handler
-waits for each message itself."""
+"""Seconds in which the message of a permitted call must arrive; a stream's handler waits for each message itself."""
 OF_GUARD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Statuses of calls that are refused because of their caller."""
 ENDS_OF_STREAMS = (
@@ -87,8 +83,7 @@ class _Requests:
         return request
 
     async def close(self) -> None:
-        """Free gRPC's data of the call: its receiver of messages and the receiver's generator refer to each other until
-        the generator has ended."""
+        """Free gRPC's data of the call: receiver and generator refer to each other until the generator's end."""
         with contextlib.suppress(RuntimeError):  # another task of the call's handler is still reading
             await self._requests.aclose()
 
@@ -135,7 +130,6 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that checks the call, then calls the method's handler."""
         details: Any = handler_call_details
         handler: Any = await continuation(details)
         if handler is None or details.method.startswith(OPEN):
@@ -144,8 +138,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return self._guarded(handler, details.method.lstrip("/"), sent.removeprefix("Bearer "))
 
     def _guarded(self, handler: Any, method: str, token: str) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the guarded handler. It takes a stream of requests for every method, because a single request would be
-        read completely before the handler is called."""
+        """Return the guarded handler; it takes streams, because gRPC reads a single request before it calls a handler."""
 
         async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
             received = _Requests(requests)
@@ -193,7 +186,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     async def _admit(
         self, handler: Any, method: str, token: str, requests: _Requests, context: Context
     ) -> tuple[Caller, Any]:
-        """Return the caller and the request (or the stream of requests) of a permitted call; abort any other call."""
+        """Return caller and request (or stream of requests) of a permitted call; abort a call that is not permitted."""
         caller: Caller | None = None
         request: Any = None
         certificate = ""
@@ -216,7 +209,6 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             raise  # not reached: `abort` raises
 
     async def _message(self, method: str, requests: _Requests) -> Any:
-        """Return the one message of a call. Raises InvalidInput, Unavailable."""
         try:
             async with asyncio.timeout(self._message_s):
                 request = await anext(requests, None)
@@ -240,8 +232,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     @contextlib.contextmanager
     def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
-        """Note a call that changes something, with its result. A stream of answers is noted when the first one is sent,
-        and again if it ends with an error other than the peer's departure."""
+        """Note the result of a call that changes something: of a stream the first answer, and a fault that ends it."""
         right, noted = self._rights.get(method), _Noted(method, caller, context, requests)
         if right is None or not right.changes:
             noted.has_begun = True
@@ -298,7 +289,6 @@ def _log_refusal(call: Call) -> None:
 
 
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:
-    """Raise NotPermitted unless the caller's roles may make the call."""
     if right is None:
         raise NotPermitted(f"nobody may call {method}: it has no row in services/common/access/rights.py")
     check_roles(method, right.roles, caller, ". Use another token, or ask an operator for one")

@@ -2,11 +2,9 @@
 `tokens.json`, and the revoked names of client certificates in `revoked-certificates.json`. Commands edit them under
 a lock; the coordinator reads changes within a second.
 
-A token is 32 random bytes, so nobody can guess one from its digest, and a plain SHA-256 protects it at rest: a slow or
-a keyed hash protects secrets that people choose. The file has digests alone; the token is shown once, when it is made.
-
-A certificate identifies its holder until it expires; its name can be revoked at once. A revoked name stays revoked,
-also for certificates that are issued to it later: the next holder gets another name.
+A token is 32 random bytes, so nobody can guess one from its digest: a plain SHA-256 protects it at rest. The file has
+digests alone; the token is shown once, when it is made. A revoked name stays revoked, also for certificates that are
+issued to it later: the next holder gets another name.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ RowT = TypeVar("RowT")
 
 @dataclass(frozen=True)
 class NamedToken:
-    """One row of the table. Times are seconds since 1970."""
+    """A named token; times are seconds since 1970."""
 
     name: str
     role: str
@@ -86,8 +84,7 @@ def read_table(path: Path) -> Mapping[str, NamedToken]:
 
 
 def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
-    """Add a token that lasts for `lasts_s` seconds (0: without end) and return it. Raises InvalidInput; Conflict for a
-    name that a valid token has."""
+    """Add and return a token for `lasts_s` seconds (0: no end). Raises InvalidInput; Conflict for a valid token's name."""
     if not NAME.fullmatch(name) or name == BOOTSTRAP:
         raise InvalidInput(
             f"the name {name[:80]!r} must be 1 to 64 of the characters A-Z a-z 0-9 . _ @ -, and not {BOOTSTRAP!r}"
@@ -97,15 +94,14 @@ def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
         if any(row.name == name and not row.refusal(now_s) for row in table.values()):
             raise Conflict(f"a valid token named {name} exists already; revoke it, or choose another name")
         if len(table) >= MAX_TOKENS:
-            raise Conflict(f"{path} has {MAX_TOKENS} tokens, the maximum; remove revoked ones")
+            raise Conflict(f"{path} has {MAX_TOKENS} tokens, the maximum; remove revoked tokens")
         row = NamedToken(name, role.value, digest_of(token), now_s, now_s + lasts_s if lasts_s else 0.0)
         table[row.sha256] = row
     return token
 
 
 def revoke(path: Path, name: str, bootstrap: str = "") -> int:
-    """Revoke the tokens of a name, and return their number. `bootstrap` is the bootstrap token, in case its name is
-    given. Raises NotFound."""
+    """Revoke the tokens of a name; return their number. The name BOOTSTRAP has the token `bootstrap`. Raises NotFound."""
     now_s, number = time.time(), 0
     with _edited(path) as table:
         if name == BOOTSTRAP and bootstrap:
@@ -150,8 +146,7 @@ def replace_whole(path: Path, content: Any) -> None:
 
 
 def read_revoked(path: Path) -> Mapping[str, float]:
-    """Return the revoked names, each with the time of its revocation in seconds since 1970; none if the file is
-    missing. Raises Conflict for a damaged file."""
+    """Return the time of each revoked name in seconds since 1970; none without a file. Raises Conflict if damaged."""
 
     def parsed(content: Any) -> Mapping[str, float]:
         return {str(row["name"]): float(row["revoked_s"]) for row in content["names"]}
@@ -175,8 +170,7 @@ def revoke_certificate(path: Path, name: str) -> None:
 
 
 def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -> Mapping[str, RowT]:
-    """Return the rows of a file; none if the file is missing. Raises Conflict; if the file is damaged, `again` tells
-    the user in the error what to do after deleting the file."""
+    """Return a file's rows, none without a file. Raises Conflict for a damaged file, with the remedy `again`."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:

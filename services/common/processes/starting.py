@@ -1,10 +1,7 @@
 """Start-up of services: tie the process to its starter, silence libraries, raise the limit on open files, and write the
-address to the ready file, because the starter does not know which free port was taken.
-
-A usual soft limit on open files is 1,024, and a process at its limit can neither accept a connection nor list a folder.
-The hard limit, which needs no right to be used, is mostly far higher. It bounds the members that a coordinator can
-serve (`Capacity`).
-"""
+address to the ready file, because the starter does not know which free port was taken. At the soft limit, usually
+1,024 files, a process can neither accept a connection nor list a folder; the hard limit bounds the members of a
+coordinator (`Capacity`)."""
 
 from __future__ import annotations
 
@@ -21,18 +18,15 @@ STARTER_VARIABLE = "PACELINE_STARTER"
 
 
 def die_with_starter() -> None:
-    """Have the kernel send SIGTERM to this process when its starter dies, if the starter named itself in the
-    environment. Linux only; elsewhere nothing happens, and the starter must end this process."""
+    """Let SIGTERM end this process when the starter named in the environment dies. Linux only: elsewhere do nothing."""
     starter = os.environ.get(STARTER_VARIABLE)
     if starter:
         die_with_parent(int(starter), signal.SIGTERM)
 
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Environment variables to set before torch and huggingface_hub are imported. They prevent two kinds of output.
-Whenever a peer closes its connection, which happens at each normal stop, a link's TCP store logs a warning with the
-frames of a C++ stack. While transformers loads the weights of a model, it draws a bar, which is a line of hundreds
-of characters in a file."""
+"""Environment variables to set before torch and huggingface_hub are imported. They prevent a warning with C++ frames
+whenever a peer of a TCP store closes its connection, and progress bars, which are long lines in a file."""
 
 
 def quiet_libraries() -> None:
@@ -42,21 +36,18 @@ def quiet_libraries() -> None:
 
 
 def announce(ready_file: Path | None, address: str) -> None:
-    """Write `address` to `ready_file`, completely or not at all."""
     if ready_file is not None:
         write_whole(ready_file, address + "\n")
 
 
 FILES_PER_MEMBER = 2
-"""Number of open files of the coordinator for one member: its control stream and its connection to the exchange. If
-there is a second port for people, one more file is reserved for each member."""
+"""Open files of a coordinator for each member: control stream and exchange. A second port for people adds one."""
 RESERVED_FILES = 160
 """Open files that are reserved for the ledger, its segments, run files, libraries and watching clients."""
 RESERVED_FOR_CLIENTS = 64
 """Connections to the control plane that are reserved for clients other than members; part of RESERVED_FILES."""
 MAX_MEMBERS = 8192
-"""Largest number of members of a coordinator, whatever the limit of open files, because each connection takes memory.
-"""
+"""Largest number of members of a coordinator, whatever the file limit is: each connection takes memory."""
 TIGHT = 0.9
 """A warning is logged once the members are at least this share of the possible members."""
 

@@ -7,13 +7,6 @@ line marks the end of each. No process of its process group outlives it, and it 
 One thread (the keeper) owns each child: it alone starts, waits for and reaps it. Callers only send signals, under the
 lock that also covers reaping, so a signal never meets a process id that the system has given to another process.
 Nothing waits for a keeper except `stop`, which has a deadline.
-
-A death by an external signal, or after a life long enough for some work, is unlikely to repeat, so the service is
-restarted at once. A service that keeps failing is restarted ever more slowly, and logged ever more rarely.
-
-`reason_in` finds the line of a log with the reason of a death. Services, Python and libraries each write the reason in another form: a
-log line with the level ERROR, the last line of a traceback, the `Error: ...` of a command. Warnings often follow it, such as those of
-Python's resource tracker about a process that did not clean up.
 """
 
 from __future__ import annotations
@@ -42,8 +35,7 @@ MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
 HEALTHY_S = 30.0
 """A life of at least this many seconds counts as progress, because by then the pool has started and worked."""
 LOGGED_EACH = 4
-"""Up to this number, each death in a row is logged. Of the later deaths only the fifth, the tenth, the twentieth and so
-on are logged."""
+"""Number of deaths in a row that are each logged; afterwards only the fifth, tenth, twentieth and so on are logged."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE})
 """Signals that come from outside the program: from a person, or from the kernel for lack of memory."""
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -54,7 +46,6 @@ class Death:
     """The end of one life of a service's process."""
 
     status: int
-    """Return code of the process; negative if a signal ended it, as in `subprocess`."""
     life_s: float
     reason: str = ""
     """Line of the service's log with the reason of the death."""
@@ -63,14 +54,12 @@ class Death:
 
     @property
     def way(self) -> tuple[int, str]:
-        """Return the status, and the reason without the numbers that differ each time. Two deaths of one cause have
-        equal values."""
+        """Return the status, and the reason without its numbers; the result is equal for two deaths of one cause."""
         return self.status, CHANGING.sub("#", self.reason)
 
 
 class RestartPolicy:
-    """The rule for restarts of one service and for the log lines about them, with its deaths so far. The rule only
-    computes: it starts and logs nothing."""
+    """The rule for one service's restarts and for the log lines about its deaths; it starts and logs nothing."""
 
     def __init__(self, max_backoff_s: float = MAX_BACKOFF_S):
         self._max_backoff_s = max_backoff_s
@@ -117,8 +106,7 @@ SHOWN_LINES = 5
 
 
 class Service:
-    """A supervised child. If `command` or `max_deaths` is changed while the child runs, the change takes effect at the
-    child's next death."""
+    """A supervised child. A change of `command` or `max_deaths` takes effect at the child's next death."""
 
     def __init__(
         self,
@@ -135,8 +123,7 @@ class Service:
         self.command = command
         self.log_path = log_path
         self.max_deaths = max_deaths
-        """Deaths in a row after which the service is given up; None means never. Deaths that `kill` caused do not
-        count."""
+        """Deaths in a row, without those by `kill`, after which the service is given up; None means never."""
         self.deaths: deque[str] = deque(maxlen=KEPT_DEATHS)
         """How the service's last lives ended, as sentences, oldest first."""
         self._environment = environment
@@ -150,7 +137,6 @@ class Service:
         self._keeper = threading.Thread(target=self._keep, name=f"keeper of {name}", daemon=True)
 
     def start(self) -> None:
-        """Start the child and its keeper."""
         self._keeper.start()
 
     @property
@@ -230,8 +216,7 @@ class Service:
                 return
 
     def _live_once(self) -> int | None:
-        """Run one life of the child, from start to reaping, and return its return code; None if `terminate` was called
-        before the start."""
+        """Run one life of the child until it is reaped; return its code, or None if `terminate` came before the start."""
         with self._lock:
             if self._stopping.is_set():
                 return None
@@ -253,7 +238,6 @@ class Service:
             return process.wait()
 
     def _note_end(self, how: str) -> None:
-        """Write the end of this life to the log, whatever its last line was."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with contextlib.suppress(OSError), self.log_path.open("a") as log:
             log.write(f"{now} WARNING {__name__}: {self.name} {how}\n")
@@ -302,8 +286,7 @@ def ending(status: int) -> str:
 
 
 LOG_TAIL_BYTES = 1 << 16
-"""Bytes that are read from the end of a log: vLLM writes lines of several thousand characters before the reason why it
-ends."""
+"""Bytes to read from a log's end: vLLM writes lines of several thousand characters before the reason of its end."""
 MAX_REASON_CHARS = 500
 FRAME = " |+-"
 """Characters before the text in lines of an exception group."""
@@ -311,8 +294,7 @@ TRACEBACK = "Traceback (most recent call last):"
 LAST_WORDS = "Error: "
 """Prefix of the error message of a command."""
 LEVEL = re.compile(r"(?:\S+ \S+ |\([^)]*\) )?(?:ERROR|CRITICAL) (?:\d\d-\d\d [\d:]+ \[[^\]]*\] )?")
-"""Prefix of the message in a log line of an error, Paceline's or vLLM's; vLLM repeats it in each line of a traceback.
-"""
+"""Prefix of the message in an error's log line, Paceline's or vLLM's; vLLM repeats it in each traceback line."""
 FOLLOWS = re.compile(
     r"(?i:(stack trace|root cause)[^.]* (above|for)\b|(stack trace|root cause) \(above)"
     r"|RuntimeError: (Executor failed\.|cancelled)$|\[dump_input\.py:"
@@ -323,8 +305,7 @@ WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 
 
 def last_lines(log_path: Path, start: int = 0, count: int | None = None) -> list[str]:
-    """Return the last `count` lines (default: all in LOG_TAIL_BYTES) that were written after byte `start`, without empty lines
-    and without Python's warnings; none without a log."""
+    """Return the last `count` lines (None: LOG_TAIL_BYTES) after byte `start`, but no blank lines and Python warnings."""
     if not log_path.exists():
         return []
     with log_path.open("rb") as log:

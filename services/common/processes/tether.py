@@ -1,10 +1,7 @@
-"""Launcher that replaces itself by another program, which then cannot outlive its starter, however the starter ends.
-
-It runs as a file by a bare interpreter (`tethered` gives the command line), so it costs some 20 ms and imports no
-module of Paceline; that is why it repeats the call of `paceline.host.process.die_with_parent`. The kernel sends the
-signal when the *thread* that started the process ends: start tethered processes from a thread that waits for them.
-Linux only; elsewhere the program simply runs.
-"""
+"""Launcher that replaces itself by another program, which then cannot outlive its starter, however the starter ends. A
+bare interpreter runs this file (`tethered`) in some 20 ms, without Paceline's modules; so it repeats the call of
+`paceline.host.process.die_with_parent`. The kernel sends the signal when the *thread* that started the process ends:
+start tethered processes from a thread that waits for them. Linux only; elsewhere the program simply runs."""
 
 import ctypes
 import os
@@ -15,13 +12,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def tethered(command: list[str]) -> list[str]:
-    """Return the command line that runs `command`. The command is killed if this process ends, or if the thread ends
-    that starts the command."""
+    """Return the command line that runs `command` and kills it if this process, or the thread that starts it, ends."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def _become(starter_pid: int, command: list[str]) -> None:
-    """Tie this process to its starter, then replace it by `command`."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != starter_pid:  # the starter ended before the call

@@ -1,7 +1,4 @@
-"""Table of all metrics of a run, for `paceline metrics --explain` and the page of metrics.
-
-A name may have parameters in angle brackets, as `reward/<function>`.
-"""
+"""Metrics of a run, for `paceline metrics --explain` and the page of metrics; `reward/<function>` has a parameter."""
 
 from __future__ import annotations
 

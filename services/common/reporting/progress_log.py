@@ -1,6 +1,5 @@
-"""Reports a worker's progress. Its log gets at most one line a period, so that an unattended service shows that it
-works. Its heartbeats get the mean share of its capacity in use since the previous heartbeat. It is a mean, because a
-sample once a second would miss work that takes milliseconds, or count it for a whole second."""
+"""Reports a worker's progress: a log line at most once a period, and with each heartbeat the mean share of its capacity
+in use. A sample once a second would miss work that takes milliseconds, or count it for a whole second."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ PERIOD_S = 10.0
 
 
 class ProgressLog:
-    """Adds up amounts, and writes a line with their sums once a period."""
+    """Adds up amounts, and writes a log line with the sums once a period."""
 
     def __init__(self, log: logging.Logger, *, period_s: float = PERIOD_S, clock: Callable[[], float] = time.monotonic):
         self._log, self._period_s, self._clock = log, period_s, clock
@@ -30,7 +29,7 @@ class ProgressLog:
 
 
 class Occupancy:
-    """Share of a worker's capacity in use; it begins with 0."""
+    """Mean share of a worker's capacity in use, over time; the share begins with 0."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

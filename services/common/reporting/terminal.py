@@ -1,9 +1,5 @@
-r"""Makes text for a terminal: escapes what models or remote people wrote, and draws curves, such as the reward over
-steps.
-
-A completion can hold sequences that move the cursor, change the title or reverse the order of characters. Each such
-character is printed as its escape in Python, `\x1b`, so that it is visible and has no effect.
-"""
+r"""Makes text for a terminal: draws curves, and escapes what models or remote people wrote as in Python (`\x1b`),
+because it can move the cursor, change the title or reverse the order of characters."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Return one line of at most `width` characters for values in [0, 1]; neighbours are averaged if there are more
-    values."""
+    """Return a line of at most `width` characters for values in [0, 1]; neighbours are averaged if there are more."""
     return "".join(BLOCKS[round(_clamped(value) * (len(BLOCKS) - 1))] for value in _averaged(values, width))
 
 

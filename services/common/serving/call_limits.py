@@ -4,10 +4,9 @@ Promise: a call beyond a limit is refused before its handler runs, with RESOURCE
 may be accepted, and the data kept here is bounded. A caller is identified by the token guard; without one (health,
 reflection) by the peer's address.
 
-The outermost interceptor of a server frees the memory of an aborted call. gRPC keeps the call's exception in the state
-of the call. The traceback of the exception, and that of the error before it, hold frames with the call's context, which
-holds that state: a cycle of some 60 objects and 10 kB for each refused call, which waits for the garbage collector. So
-both tracebacks are dropped; their texts are in the status and in the log by then.
+The outermost interceptor drops the tracebacks of an aborted call's exceptions: gRPC keeps the exceptions in the state
+of the call, which the tracebacks' frames hold, a cycle of some 10 kB that would wait for the garbage collector. Their
+texts are in the status and in the log by then.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from paceline.services.common.access.tls import host_of
 from paceline.services.common.access.token_guard import Continuation
 
 MAX_KEPT = 8192
-"""The calls of at most this many pairs of caller and method are counted. Beyond that number, the counts that were idle
-the longest start again."""
+"""Largest number of pairs of caller and method that are counted; the counts that were idle the longest start again."""
 NO_LIMIT = 1 << 31
 
 
@@ -52,8 +50,7 @@ class Limit:
 
 
 USUAL = Limit(per_s=200.0, burst=1000, under_way=256, in_all=1024)
-"""Limit of a method without a row in LIMITS. For example, one page of the dashboard makes some ten calls a second with
-the token of its server."""
+"""Limit of a method without a row in LIMITS; one page of the dashboard makes some ten calls a second."""
 STEERING = Limit(per_s=5.0, burst=200, under_way=32, in_all=128)
 """Limit of calls that read a spec, or write events."""
 STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
@@ -61,9 +58,8 @@ STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
 OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
 """Limit of streams that need no token."""
 BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
-"""Limit of calls by workers. It is high because other limits bound these calls: the limit on open files bounds the
-members, and the engine's capacity bounds the completions. The workers of a cluster share a token, and all of them
-call at once after the coordinator's restart."""
+"""Limit of calls by workers, which share a token and all call at once after the coordinator's restart. It is high
+because the limit on open files bounds the members, and the engine's capacity the completions."""
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "paceline.v1.RunService/Submit": STEERING,
@@ -85,7 +81,7 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPEN_STREAM,
     }
 )
-"""Limits by `package.Service/Method`; any other method has the USUAL one."""
+"""Maps `package.Service/Method` to the limit of the method; a method without a row has the limit USUAL."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 Key = tuple[str, str]
@@ -127,7 +123,6 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that counts the call, then calls the method's handler."""
         details: Any = handler_call_details
         handler: Any = await continuation(details)
         if handler is None:
@@ -198,7 +193,6 @@ class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that calls the method's handler."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             handler = grpc.stream_stream_rpc_method_handler(_refuse)
@@ -229,13 +223,11 @@ class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
 
 def method_of(handler: Any) -> Any:
-    """Return the function of a method's handler."""
     return handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
 
 
 def handler_with(handler: Any, answer: Any, answer_stream: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler of the same kind with another function: `answer_stream` replaces an asynchronous generator,
-    `answer` a coroutine."""
+    """Return a handler of the same kind: `answer_stream` replaces an asynchronous generator, `answer` a coroutine."""
     call = answer_stream if inspect.isasyncgenfunction(method_of(handler)) else answer
     kinds = (_many(handler.request_streaming), _many(handler.response_streaming))
     make: Any = getattr(grpc, f"{kinds[0]}_{kinds[1]}_rpc_method_handler")

@@ -1,15 +1,14 @@
 """Addresses and connections: a worker's address for others, and the detection of dead connections at both ends of the
 exchange.
 
-A peer cannot always dial the address that a server binds. The control plane and the exchange do not need another,
-because workers dial out to the coordinator. It is for direct connections between workers (weights) and for clients that
-call a worker.
+Workers dial out to the coordinator; their address is for direct connections between workers (weights) and for clients
+that call a worker.
 
-A network that fails need not close a connection: a lost packet, a NAT that has dropped the connection or a host without
-power give no sign, and TCP alone waits for minutes, or forever if nothing is to be sent. So both ends send a PING of
-ZMTP every `PING_S` seconds and close a connection on which nothing came for `SILENCE_S` after it, as the control plane
-does. The worker then connects again and repeats unanswered requests. A frame counts when it is complete: one that takes
-longer than `SILENCE_S` never arrives. A group of some megabytes does, on a line of a few Mbit/s.
+A lost packet, a NAT that has dropped the connection or a host without power give no sign, and TCP alone waits for
+minutes, or forever if nothing is to be sent. So both ends send a PING of ZMTP every `PING_S` seconds and close a
+connection on which nothing came for `SILENCE_S` after it. The worker then connects again and repeats unanswered
+requests. A frame counts when it is complete: one that takes longer than `SILENCE_S` never arrives. A group of some
+megabytes does, on a line of a few Mbit/s.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ CONNECT_S = 5.0
 
 
 def watch(socket: zmq.Socket[Any]) -> None:
-    """Set the keepalive of a ZeroMQ socket; call it before the socket is bound or connected."""
+    """Set the keepalive of a ZeroMQ socket; call this function before the socket is bound or connected."""
     for option, seconds in (
         (zmq.HEARTBEAT_IVL, PING_S),
         (zmq.HEARTBEAT_TIMEOUT, SILENCE_S),
@@ -61,7 +60,7 @@ def watch(socket: zmq.Socket[Any]) -> None:
 
 
 def use_ipv6(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Allow a socket to bind or connect to an endpoint with an IPv6 host, such as `tcp://[::1]:7071`. Call it before either."""
+    """Allow a socket to bind or connect to an IPv6 host, such as `tcp://[::1]:7071`; call this function first."""
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
 

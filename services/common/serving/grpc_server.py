@@ -31,18 +31,15 @@ from paceline.tls.folder import TlsFolder, tls_folder
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message in either direction; manifests of weights are the largest messages."""
 MAX_DETAILS_BYTES = 4096
-"""Largest number of bytes of a status's text on the wire, where a byte beyond printable ASCII counts as three: gRPC
-refuses longer trailers."""
+"""Largest text of a status in bytes, where a byte beyond printable ASCII counts as three; gRPC refuses more."""
 HANDSHAKE_S = 10.0
 """Seconds in which a new connection must complete its handshakes for TLS and HTTP/2."""
 IDLE_S = 60.0
-"""Seconds after which a connection without a call is closed, so that strangers cannot occupy all connections of a port.
-A channel opens a new connection when it needs one."""
+"""Seconds after which a connection without a call is closed; a channel opens a new connection when it needs one."""
 MAX_STREAMS = 4096
 """Largest number of calls in progress on one connection; a channel delays further calls."""
 MAX_CONNECTIONS = 4096
-"""Largest number of connections to each port of a server that sets no other number; a further connection is closed at
-once."""
+"""Default of the largest number of connections to each port of a server; a further connection is closed at once."""
 STOP_GRACE_S = 1.0
 """Seconds that calls in progress have when the service ends."""
 LIMITS = [
@@ -79,8 +76,7 @@ StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
 
 def with_status(call: CallT) -> CallT:
-    """Wrap a unary method of a servicer so that PacelineErrors become statuses with their message. Any other exception
-    is answered as INTERNAL, logged and counted."""
+    """Wrap a unary method: a PacelineError becomes a status with its message, another error INTERNAL and a log line."""
 
     @functools.wraps(call)
     async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -112,7 +108,6 @@ def with_stream_status(call: StreamT) -> StreamT:
 
 
 def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Return status, text and trailing metadata for an error."""
     if (code := status_of(error)) is not None:
         hint = to_metadata(error.retry_after_s) if isinstance(error, Busy) else ()
         return code, details_of(str(error)), hint
@@ -120,7 +115,6 @@ def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str, tuple[
 
 
 def details_of(text: str) -> str:
-    """Return a status's text, truncated to fit into a trailer."""
     size = 0
     kept: list[str] = []
     for character in text:
@@ -146,10 +140,9 @@ class GrpcServer:
         people_port: int | None = None,
         options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
     ):
-        """`guard` checks every call first, then `CallLimits` do. If a port has `max_connections`, a further connection
-        is closed at once. Under TLS, `mutual` accepts only clients with a certificate, and `people_port` is a second
-        port for clients without a certificate. Raises Conflict if a port is taken, InvalidInput for unusable
-        certificates."""
+        """`guard` checks every call first, then `CallLimits` do. A connection beyond `max_connections` to a port is
+        closed at once. Under TLS, `mutual` accepts only clients with a certificate, and `people_port` is a second
+        port for other clients. Raises Conflict if a port is taken, InvalidInput for unusable certificates."""
         logging.getLogger(GRPC_LOG).addFilter(seldom)
         # The guard runs before the limits, because they count by the caller that it identifies.
         interceptors: list[Any] = [OutermostInterceptor(), *([guard] if guard else []), CallLimits()]
@@ -190,7 +183,7 @@ class GrpcServer:
         self._reminding = asyncio.create_task(remind(insecurity(self.host)))
 
     async def set_serving(self, name: str, serving: bool) -> None:
-        """Set the health of one service, which tells whether it can work. The health of the process is not changed."""
+        """Set the health of one service, which tells whether the service can work. The health of the process stays."""
         states = health_pb2.HealthCheckResponse
         await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
@@ -261,9 +254,8 @@ async def remind(sentence: str, period_s: float = REMIND_S) -> None:
 
 ACCEPTED_KEY = "paceline-accepted"
 ACCEPTED = ((ACCEPTED_KEY, "1"),)
-"""Key in a response's initial metadata that marks a request as started by a rollout worker. A call that ends without an
-answer was lost in the middle of the work only if it has this mark: a worker that was unreachable, or refused the
-request, never sent it."""
+"""Key in a response's initial metadata with which a rollout worker marks that it has started the request. Only a marked
+call that ends without an answer was lost in the middle of the work."""
 
 
 async def was_accepted(call: Any) -> bool:

@@ -1,9 +1,5 @@
-"""Health check `python -m paceline.services.common.serving.healthcheck HOST:PORT`: exit status 0 if the server at this
-address is SERVING.
-
-Containers use it. Every gRPC server of Paceline answers `grpc.health.v1`; a server without gRPC is checked by a page,
-`http://HOST:PORT/PATH`, which has to answer with status 200.
-"""
+"""Health check `python -m paceline.services.common.serving.healthcheck HOST:PORT`, for containers: exit status 0 if the
+gRPC server is SERVING (`grpc.health.v1`), or if the page `http://HOST:PORT/PATH` answers with status 200."""
 
 from __future__ import annotations
 
@@ -32,8 +28,7 @@ def main(address: str, timeout_s: float, service: str) -> None:
 
 
 def _get(address: str, timeout_s: float) -> None:
-    """Get a page, without a proxy, and over TLS if this host's services use it. Raises click.ClickException unless the
-    answer has status 200."""
+    """Get a page, without a proxy, with this host's TLS. Raises click.ClickException unless the status is 200."""
     parts, folder = urlsplit(address), tls_folder()
     connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
     if folder is not None:
@@ -51,7 +46,6 @@ def _get(address: str, timeout_s: float) -> None:
 
 
 def _check(address: str, timeout_s: float, service: str) -> None:
-    """Call `grpc.health.v1`. Raises click.ClickException unless the answer is SERVING."""
     with open_plain_or_tls(address) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)

@@ -1,10 +1,8 @@
 """A port of an aiohttp application with bounded connections and bodies.
 
-Promise: the clients have a bounded number of connections, in total and from one address; a connection without a request
-is closed, and so is one whose client does not read its answer; a refused one gets an answer with the reason.
-
-The application's handlers and its server's protocol are aiohttp's; a `_Connection` stands between the protocol and its
-transport and notes the traffic. A task checks all of them every second.
+Promise: connections are bounded, in total and from one address, and a refused connection gets an answer with the
+reason; one without a request is closed, and so is one whose client does not read its answer. A `_Connection` between
+aiohttp's protocol and its transport notes the traffic, and a task checks all of them every second.
 """
 
 from __future__ import annotations
@@ -30,15 +28,14 @@ MAX_CONNECTIONS = 512
 SHARE_OF_ADDRESS = 0.5
 """Share of the connections that one address may have, so that no address excludes all others."""
 IDLE_S = 75.0
-"""Seconds for which a connection may be without a request: before the first request is complete, or between two.
-Proxies keep idle connections for a minute."""
+"""Seconds for which a connection may wait for its first or next request; a proxy keeps idle connections for a minute.
+"""
 UNREAD_S = 30.0
 """Seconds for which a client may leave its answer unread."""
 CHECK_S = 1.0
 MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
-"""At most this many request bodies are read at a time; bounded because everyone who can reach the port can send them.
-"""
+"""Largest number of request bodies that are read at a time, because everyone who reaches the port can send them."""
 BODY_S = 30.0
 """Seconds for a request's body to arrive."""
 SHUTDOWN_S = 2.0
@@ -72,7 +69,6 @@ class HttpListener:
         self._limits = max_connections, max_bodies, share_of_address
         self._encrypted = encrypted
         self._connections: dict[asyncio.Protocol, _Connection] = {}
-        """Open connections, by aiohttp's protocol object."""
         self._of_address: Counter[str] = Counter()
         self._bodies = 0
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
@@ -112,7 +108,6 @@ class HttpListener:
 
     @property
     def scheme(self) -> str:
-        """Return `https` or `http`."""
         return "https" if self._encrypted and tls_folder() is not None else "http"
 
     async def close(self) -> None:
@@ -124,8 +119,7 @@ class HttpListener:
         await self._runner.cleanup()
 
     async def body(self, request: web.Request) -> bytes:
-        """Return the body of a request. Raises InvalidInput for a body that does not arrive in time, Busy if too many
-        are read."""
+        """Return the body of a request. Raises InvalidInput if it does not arrive in time, Busy if too many are read."""
         if self._bodies >= (self._limits[1] or MAX_BODIES):
             raise Busy(f"{self._bodies} requests are being read; try again")
         self._bodies += 1
@@ -154,7 +148,7 @@ class HttpListener:
         return _Connection(self, server(), self._clock)
 
     def opened(self, connection: _Connection) -> str:
-        """Register a connection; return the reason why it is refused, empty if it is accepted."""
+        """Register a connection; return the reason for a refusal, empty if the connection is accepted."""
         most = self._limits[0] or MAX_CONNECTIONS
         if len(self._connections) >= most:
             return f"{self._name} has {most} connections, the maximum; try again later"
@@ -169,7 +163,6 @@ class HttpListener:
         return ""
 
     def closed(self, connection: _Connection) -> None:
-        """Unregister a connection."""
         if self._connections.pop(connection.inner, None) is not None:
             self._of_address[connection.address] -= 1
             if not self._of_address[connection.address]:
@@ -245,7 +238,6 @@ class _Connection(asyncio.Protocol):
 
 
 def _answer(refusal: str) -> bytes:
-    """Return the answer to a connection beyond the limit."""
     body = refusal.encode()
     head = ["HTTP/1.1 429 Too Many Requests", "Content-Type: text/plain; charset=utf-8", "Connection: close"]
     head += [f"{name}: {value}" for name, value in to_header(USUAL_S).items()]

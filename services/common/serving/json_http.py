@@ -1,11 +1,8 @@
 """JSON over HTTP for clients of the OpenAI API: a listener with limits, bodies, errors in the API's shape, and events.
 
 Promise: the port accepts a bounded number of connections, bodies and bytes, every error is answered to its sender as
-the API's JSON, and no request ends the service.
-
-Beyond this host a process with certificates requires a token: `Authorization: Bearer TOKEN`, as clients of the OpenAI
-API send their key and Prometheus its credentials. On loopback it requires none, and neither without TLS, which would
-expose the token.
+the API's JSON, and no request ends the service. Beyond this host a process with certificates requires the header
+`Authorization: Bearer TOKEN`. On loopback it requires none, and neither without TLS, which would expose the token.
 """
 
 from __future__ import annotations
@@ -88,13 +85,11 @@ class JsonListener(HttpListener):
         super().__init__(self.app, name, remedy, **limits)
 
     async def start(self, host: str, port: int) -> int:
-        """See `HttpListener.start`."""
         self._needs_token = self._guard is not None and needs_token(host)
         return await super().start(host, port)
 
     async def body(self, request: web.Request) -> Any:
-        """Return the JSON document in a request's body. Raises InvalidInput if there is none, Busy if too many are
-        read."""
+        """Return the JSON document in a request's body. Raises InvalidInput without one, Busy if too many are read."""
         # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
         if request.content_type != "application/json":
             raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
@@ -108,7 +103,6 @@ class JsonListener(HttpListener):
 
     @web.middleware
     async def _with_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the request's token if the port requires one."""
         if self._needs_token and self._guard is not None:
             await self._guard.check(request)
         return await handler(request)
@@ -157,7 +151,6 @@ STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> Json:
-    """Return the body of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

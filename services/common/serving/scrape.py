@@ -1,9 +1,7 @@
-"""Serves `/metrics` for Prometheus, with OpenTelemetry's numbers of this process in the text format; and the coordinator's
-`/scale/POOL`, the one number that KEDA's metrics-api scaler reads for a pool.
-
-Promise: reading touches neither ledger nor members and sets no size; connections are bounded, and a stranger learns
-only the names of runs, pools and reward functions and their numbers. Nothing listens without --metrics-port.
-"""
+"""Serves `/metrics` for Prometheus, with OpenTelemetry's numbers of this process in the text format; and the
+coordinator's `/scale/POOL`, the one number that KEDA's metrics-api scaler reads for a pool. Promise: reading touches
+neither ledger nor members and sets no size; connections are bounded, and a stranger learns only the names of runs,
+pools and reward functions and their numbers. Nothing listens without --metrics-port."""
 
 from __future__ import annotations
 
@@ -30,10 +28,9 @@ async def metrics_endpoint(
     note: Callable[[Call], None] = lambda call: None,
     desired: Callable[[str], int] | None = None,
 ) -> AsyncIterator[int | None]:
-    """Serve `/metrics` while the context is open, on a free port for 0; None serves nothing. Yields the port. `callers`
-    identifies callers if the port requires a token, and `note` gets the requests that are then refused. `desired` is
-    a function that returns a pool's desired size; if it is given, `/scale/POOL` is served too. Raises Conflict if
-    the port is taken."""
+    """Serve `/metrics` while the context is open, on a free port for 0, and yield the port; None serves nothing.
+    `callers` checks tokens if the port requires them, `note` gets refused requests, and `desired` returns a pool's
+    desired size, which `/scale/POOL` then serves. Raises Conflict if the port is taken."""
     if port is None:
         yield None
         return

@@ -1,5 +1,5 @@
-"""The run that the coordinator's directives assign to a worker: its spec, with the paths of its bundle's files, which
-the worker fetches; the refusal of files that the worker may not load; and the report if it cannot work on the run."""
+"""The run that the coordinator assigns to a worker: its spec, with the paths of its bundle's fetched files; the refusal
+of files that the worker may not load; and the report if the worker cannot work on the run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,14 @@ class AssignedRun:
     def __init__(self) -> None:
         self.assignment: worker_pb2.RunAssignment | None = None
         self.failure: worker_pb2.ConnectRequest | None = None
-        """Report of the last set-up's failure; None if it succeeded."""
+        """Report of the last set-up's failure; None if the last set-up succeeded."""
         self.changed = asyncio.Event()
-        """Event that is set by a directive that changes the work; the worker clears it."""
+        """Event that a directive sets if the work changes; the worker clears the event."""
         self.on_readiness: Callable[[bool], Awaitable[None]] = _ignore
-        """Called with True when the worker becomes able to work on its run, or is idle; called with False when the
-        set-up has failed."""
+        """Called with True when the worker can work on its run or is idle, with False when the set-up has failed."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Follow a directive to work on a run; return whether it is another run than before. A run that is assigned
-        again after a failed set-up is set up again at once."""
+        """Follow a directive to work on a run; return whether the run is new. A failed set-up is tried again at once."""
         is_new = self.assignment is None or self.assignment.run_id != assignment.run_id
         if is_new or self.failure is not None:
             self.failure = None
@@ -77,8 +75,7 @@ async def _ignore(ready: bool) -> None:
 
 
 def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
-    """Return the spec of an assignment without the keys that only another version knows, which are logged. Raises
-    Unavailable if the spec is unreadable."""
+    """Return an assignment's spec without keys that only another version knows, which are logged. Raises Unavailable."""
     try:
         spec, warnings = spec_from_ledger(assignment.spec_yaml)
     except SpecError as error:
@@ -91,8 +88,7 @@ def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
 
 
 def fault_of(error: BaseException) -> worker_pb2.Fault.ValueType:
-    """Return FAULT_SPEC if only a change of the spec, of its data or of its code would help; else FAULT_PASSING,
-    because the fault may pass by itself."""
+    """Return FAULT_SPEC if only a change of the spec, of its data or of its code would help; else FAULT_PASSING."""
     is_spec = isinstance(error, InvalidInput) and not isinstance(error, Unreadable)
     return worker_pb2.FAULT_SPEC if is_spec else worker_pb2.FAULT_PASSING
 
@@ -128,9 +124,8 @@ class BundledSpec:
     """A spec whose bundled files stay on disk until `close`."""
 
     def __init__(self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()):
-        """Fetch the bundle's files of these kinds, unless this user's cache has them; without a bundle fetch nothing.
-        Blocks. `allowed` are the folders of `--functions-from`. Raises Unreadable (also for code outside the allowed
-        folders), Unavailable, InvalidInput."""
+        """Fetch the bundle's files of these kinds, unless this user's cache has them. Blocks. `allowed` are the folders
+        of `--functions-from`. Raises Unreadable (also for code outside of them), Unavailable, InvalidInput."""
         self.original = self.spec = spec
         self._unpacked = None
         if bundle:

@@ -1,8 +1,6 @@
-"""Serves the numbers of a worker's heartbeats at `/metrics`, for scrapers of each process.
-
-Promise: a scrape calls nothing of the worker, but reads the numbers of the last heartbeat; names are bounded; sums that
-a heartbeat only carries to the coordinator are left out. Nothing listens without --metrics-port.
-"""
+"""Serves the numbers of a worker's last heartbeat at `/metrics`; a scrape calls nothing of the worker. Names are
+bounded, and sums that a heartbeat only carries to the coordinator are left out. Nothing listens without
+--metrics-port."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
 """A worker's connection to the coordinator: one control stream and one exchange socket, replaced whenever they break.
 
-All three roles use it. `Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. When the
-stream breaks, it is opened again with the same member id after a growing pause; Welcome names the coordinator's term.
-`request()` sends an exchange request and waits for its reply. A request is sent again only if no reply came: after
-a reconnect, all unanswered requests are sent again under the new term.
-
-Heartbeats mean that both connections work. A worker that has lost the exchange cannot submit its groups, so it sends no
-heartbeats until the exchange is back, and the coordinator leases its work again as for any silent worker.
-
-Order of waiting: requests wait for the reader task, which waits for the socket; nothing waits for a request.
+`Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. A broken stream is opened again with
+the same member id after a growing pause; Welcome names the coordinator's term, under which all unanswered requests are
+sent again. Heartbeats mean that both connections work: a worker that has lost the exchange sends none until it is back,
+and the coordinator leases its work again as for any silent worker. Order of waiting: requests wait for the reader task,
+which waits for the socket; nothing waits for a request.
 """
 
 from __future__ import annotations
@@ -46,25 +42,21 @@ from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 LEAVE_WAIT_S = 2.0
-"""Default of the longest time, in seconds, for which a leaving worker waits until the coordinator has read its last
-reports."""
+"""Default of the longest wait, in seconds, of a leaving worker until the coordinator has read its last reports."""
 RESEND_S = 60.0
-"""If a request has no reply after this many seconds, it is sent again; the next pause is twice as long, and so on. The
-first pause is longer than any wait that a request may ask for. More frequent sending would not speed up a slow
-answer."""
+"""A request without a reply is sent again after this many seconds, then after pauses of twice the length each time. The
+first pause is longer than any wait that a request may ask for."""
 MAX_SENDINGS = 16
-"""The replies to at most this many transmissions of one request still count: those to the newest ones."""
+"""Largest number of transmissions of one request whose replies still count: the newest transmissions."""
 NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
 """Kinds of requests for which only a reply to the newest transmission counts: the newest request lists the worker's
 leases, so the coordinator has revoked anything that an earlier reply granted."""
 MAX_BULK = 4
-"""At most this many requests with payloads wait for their replies at a time; others wait to be sent. Bounded because
-the coordinator must keep all received payloads, also while its disk is full."""
+"""Largest number of requests with payloads that wait for replies: the coordinator must keep all their payloads."""
 TROUBLE_LOG_S = 60.0
 """Shortest time between two log lines about a coordinator that does not answer or refuses this worker."""
 MAX_TURNS = 64
-"""At most this many finished turns of episodes wait for their replies at a time. They are small, and those that arrive
-together share one synced write."""
+"""Largest number of finished turns that wait for replies; those that arrive together share one synced write."""
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 REFUSED = {
@@ -87,8 +79,7 @@ class Pending:
     payloads: list[bytes]
     reply: asyncio.Future[tuple[pb.ExchangeReply, list[bytes]]]
     terms: dict[int, int] = field(default_factory=dict)
-    """Maps the number of a transmission to the term in which it was sent; it has only the transmissions whose replies
-    still count."""
+    """Maps the number of each transmission whose reply still counts to the term in which it was sent."""
     pause_s: float = field(default_factory=lambda: RESEND_S)
     sent_s: float = field(default_factory=time.monotonic)
 
@@ -105,8 +96,7 @@ class Membership:
         outbox_size: int = OUTBOX_SIZE,
         on_refused: Callable[[], object] = lambda: None,
     ):
-        """`on_refused` is called once when the coordinator begins to refuse this worker temporarily: it should save the worker's
-        state."""
+        """`on_refused` is called once when the coordinator begins to refuse this worker temporarily, to save its state."""
         self.coordinator = checked_address(coordinator)
         """Address of the coordinator, HOST:PORT."""
         self._hello = hello
@@ -121,12 +111,10 @@ class Membership:
         self._diagnosis = ""
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unwritten: worker_pb2.ConnectRequest | None = None
-        """Report that was taken from the queue but not written yet. It is kept because the stream may break before the
-        report is written."""
+        """Report that was taken from the queue but not written yet; kept because the stream may break before that."""
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = asyncio.Event()
-        """Event that is set while there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
         """Pending requests by the number of each transmission whose reply counts."""
         self._numbers = itertools.count(1)
@@ -170,7 +158,6 @@ class Membership:
             self._context.term()
 
     async def _note(self, error: grpc.aio.AioRpcError) -> None:
-        """Log that a stream could not be opened or has broken, and that this worker tries again."""
         if error.code() is grpc.StatusCode.UNAVAILABLE and (fault := await self._tls_fault()):
             self._trouble.warning("tls", "%s. This worker keeps its results and tries again", fault)
             return
@@ -194,8 +181,7 @@ class Membership:
             self._on_refused()
 
     async def _tls_fault(self) -> str:
-        """Return the TLS error of the last TROUBLE_LOG_S seconds that keeps this worker from the coordinator; "" if
-        there was none."""
+        """Return the TLS error of the last TROUBLE_LOG_S seconds that prevents a connection; empty if there was none."""
         now_s = time.monotonic()
         if now_s >= self._next_diagnosis_s:
             self._next_diagnosis_s = now_s + TROUBLE_LOG_S
@@ -212,8 +198,7 @@ class Membership:
         await self._outbox.put(report)
 
     async def leave(self, wait_s: float = LEAVE_WAIT_S, *, reason: str = "") -> bool:
-        """Leave the coordinator; `reason` is the fault, if a fault is the cause. Return whether the coordinator read
-        all reports and ended the stream within `wait_s` seconds."""
+        """Leave, with the `reason` of a fault; return whether the coordinator read all reports within `wait_s` seconds."""
         self._leaving.set()
         await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave(reason=reason)))
         with contextlib.suppress(TimeoutError):
@@ -224,8 +209,8 @@ class Membership:
     async def request(
         self, request: pb.ExchangeRequest, payloads: list[bytes] | None = None
     ) -> tuple[pb.ExchangeReply, list[bytes]]:
-        """Return the reply to an exchange request and its payload frames. Wait without limit, because the coordinator
-        may restart and everything that it has not acknowledged must be kept. Cancel to give up."""
+        """Return the reply to an exchange request and its payload frames. Wait without limit, because everything that
+        the coordinator has not acknowledged must be kept, also over its restart. Cancel to give up."""
         await self._welcomed.wait()
         request.protocol, request.member_id = PROTOCOL, self._hello().member_id
         pending = Pending(request, payloads or [], asyncio.get_running_loop().create_future())
@@ -290,8 +275,7 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return the worker's gauges, its memory, its GPUs and its number of unexpected errors; only that number if the
-        gauges fail, because the heartbeat matters more than they do."""
+        """Return gauges of the worker, memory, GPUs and unexpected errors; only the last if the worker's gauges fail."""
         try:
             gauges = self._gauges() | process_gauges() | gpu_gauges.SAMPLER.gauges()
         except Exception as error:
@@ -305,7 +289,6 @@ class Membership:
         return gauges
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
-        """Connect the exchange (again); unanswered requests are sent again under the new term."""
         self.term, self._secret, self._is_refused = welcome.term, welcome.secret, False
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self._close_socket()
@@ -364,7 +347,6 @@ class Membership:
             pending.reply.set_result((reply, payloads))
 
     def _unanswered(self) -> list[Pending]:
-        """Return every waiting request once."""
         return list({id(pending): pending for pending in self._pending.values()}.values())
 
     def _drop_request(self, pending: Pending) -> None:
@@ -372,7 +354,6 @@ class Membership:
             del self._pending[number]
 
     def _fail_pending(self, reader: asyncio.Task[None]) -> None:
-        """Fail waiting requests, because their replies are no longer read."""
         error = None if reader.cancelled() else reader.exception()
         for pending in self._pending.values():
             if error is not None and not pending.reply.done():

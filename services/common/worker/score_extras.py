@@ -2,13 +2,11 @@
 worker's heartbeats carry as gauges; columns that reward functions log by `log_extra`; and the trainer's state, TRL's
 `trainer_state`.
 
-Promise: the numbers of a step are over all calls and values that came with heartbeats since the step before, from any
-worker.
-
-The columns are for people: a line of `extra.jsonl` for each group, written when its scores are committed, encrypted
-with the storage key if there is one. The ledger does not have them, so a line may be missing after a crash, and nothing
-depends on one. The trainer's state is sent as a column with a name that no argument of a function can have, so a data
-set's columns cannot collide with it.
+Promise: a step's numbers are over all calls and values that came with heartbeats since the step before, from any
+worker. The columns are a line of `extra.jsonl` for each group, written when its scores are committed, encrypted with
+the storage key if there is one. The ledger does not have them, so a line may be missing after a crash. The trainer's
+state is sent as a column with a name that no argument of a function can have, so a data set's columns cannot collide
+with it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ ENDPOINT_METRICS = {
     "completion_tokens": "endpoint_completion_tokens",
     "cost": "endpoint_cost",
 }
-"""Maps the name of each sum of requests to services (`paceline.reward.trainer_view.USAGE`) to its metric."""
+"""Maps the name of a sum over requests to services (`paceline.reward.trainer_view.USAGE`) to a metric's name."""
 MAX_SUMS = 256
 """Largest number of sums of one worker; further ones are left out."""
 
@@ -53,8 +51,7 @@ class FunctionSums:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_result(self, functions: Sequence[RewardFunctionSection], result: RewardResult) -> None:
-        """Add the calls of one group. `functions` are all functions of the run; if only the first ones ran, only their
-        calls are added."""
+        """Add the calls of one group. `functions` are the run's functions; `result` may have only the first of them."""
         for function, duration_s in zip(functions, result.durations_s_F, strict=False):
             self.add({f"{CALLS}/{function.label}": 1.0, f"{SECONDS}/{function.label}": duration_s})
         if result.failure is not None:
@@ -62,7 +59,6 @@ class FunctionSums:
         self.add(result.usage)
 
     def take(self) -> dict[str, float]:
-        """Return the sums by name, and clear them."""
         taken, self._sums = self._sums, {}
         return taken
 
@@ -76,8 +72,8 @@ class FunctionSums:
         return {name: value for name, value in gauges.items() if not name.startswith(PREFIX)}
 
     def metrics(self) -> dict[str, float]:
-        """Return `score_s/LABEL`, the mean seconds of a call, `failed_calls/LABEL`, and the sums of requests to services:
-        `endpoint_requests/LABEL` and others."""
+        """Return mean seconds of a call (`score_s/LABEL`), `failed_calls/LABEL`, and sums like
+        `endpoint_requests/LABEL`."""
         metrics: dict[str, float] = {}
         for name, value in self._sums.items():
             kind, _, label = name.partition("/")
@@ -107,7 +103,6 @@ class LoggedMetrics:
                 self._metrics[name] = (before[0] + total, before[1] + count)
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Return the sums and numbers by name, and clear them."""
         taken, self._metrics = self._metrics, {}
         return taken
 
@@ -137,8 +132,7 @@ MAX_BYTES = 256 << 10
 
 
 def extra_json(columns: Mapping[str, list[Any]]) -> str:
-    """Return the columns as a JSON object, without the last columns if it would exceed MAX_BYTES; empty without
-    columns."""
+    """Return the columns as a JSON object, without the last ones beyond MAX_BYTES; empty without columns."""
     kept = dict(columns)
     while kept:
         text = json.dumps(kept)
@@ -149,8 +143,7 @@ def extra_json(columns: Mapping[str, list[Any]]) -> str:
 
 
 def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
-    """Return the line of extra.jsonl for a group whose text has this digest; empty unless `text` is a JSON object that
-    has for each name a list with a value for each completion."""
+    """Return a group's line of extra.jsonl; empty unless `text` is a JSON object of lists with one value a completion."""
     if not text or len(text) > MAX_BYTES:
         return ""
     try:
@@ -165,8 +158,8 @@ def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> s
 
 
 def read_extra(folder: Path, digests: Collection[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return the columns of groups, by the digest of the group's text; the newest line of a group counts. Unreadable
-    lines are left out. Raises WrongKey for a file that is encrypted with another storage key than this process has."""
+    """Return the columns of groups by the digest of the group's text, each from its newest line; unreadable lines are
+    left out. Raises WrongKey for a file that is encrypted with another storage key than this process has."""
     columns: dict[str, dict[str, list[Any]]] = {}
     try:
         lines = LineReader(folder / EXTRA_NAME, storage_key())
@@ -187,9 +180,8 @@ TRAINER_STATE = "paceline.trainer_state"
 
 
 def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1) -> dict[str, Any]:
-    """Return the trainer's state after `trained_steps`: steps trained, steps of the run, and epochs trained. It
-    includes the number of reward workers, by which each of them divides the limits of services; user functions do
-    not see this number."""
+    """Return the trainer's state: steps trained, steps of the run, epochs trained, and the number of reward workers, by
+    which each of them divides the limits of services. User functions do not see this number."""
     prompts = trained_steps * spec.grpo.num_prompts_per_step
     return {
         "global_step": trained_steps,

@@ -1,10 +1,8 @@
-"""Node 0's decisions: the nodes that take part in the next session, and the end of a session.
-
-A node is present from its first heartbeat until it leaves or is silent. It joins again for each session, and as a new
-life if its process was started again. If one host has two lives of one position, the one that was started last counts.
-On two hosts the second one counts if the first has no more heartbeats; otherwise it is refused,
-because two hosts were given one position.
-"""
+"""Node 0's decisions: the nodes that take part in the next session, and the end of a session. A node is present from
+its first heartbeat until it leaves or is silent. It joins again for each session, and as a new life if its process
+was started again. Of two lives of one position on one host, the one that was started last counts. On two hosts the
+second one counts if the first has no more heartbeats; otherwise it is refused, because two hosts were given one
+position."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ class Node:
     joined_s: float
     heard_s: float
     node_rank: int = -1
-    """Position of the node; -1 until the node has written it."""
+    """Position of the node; -1 until the node has written its position."""
     ranks: int = 0
     host: str = ""
     life: str = ""
@@ -46,7 +44,7 @@ class Node:
     """Start of the node's process in seconds, by its host's clock."""
     beat: Any = None
     contested: bool = False
-    """True while it is undecided which of two lives of its position counts."""
+    """True while nobody knows which of two lives of the node's position counts."""
     has_part: bool = False
     """True once this life has a part in a session; the node joins again for the next session."""
 
@@ -74,7 +72,6 @@ class Assembly:
     def __init__(self, store: NodeStore, settings: NodeSettings):
         self._store, self._settings = store, settings
         self._nodes: dict[int, Node] = {}
-        """Living nodes by number, including the nodes of the session."""
         self._num_joined = 0
         self._gathered: tuple[int, ...] = ()
         self._gathered_s = 0.0
@@ -97,8 +94,7 @@ class Assembly:
         return present
 
     def check(self, now_s: float) -> SessionEnd | None:
-        """If the session is over, write the reason for all nodes and return it; return None while the session
-        continues."""
+        """Return the end of the session, which is also written for all nodes; None while the session continues."""
         assert self._session is not None
         session, before = self._session, dict(self._session.nodes)
         self._refresh(now_s)
@@ -158,8 +154,7 @@ class Assembly:
         self._keep_one_life(now_s)
 
     def _keep_one_life(self, now_s: float) -> None:
-        """For each position with several lives, keep the one that counts and remove the others. While it is undecided
-        which one counts, keep them all and mark them as contested."""
+        """Of two lives of a position keep the life that counts; while this is undecided, mark both lives as contested."""
         counting: dict[int, Node] = {}
         for number in sorted(self._nodes):
             newer = self._nodes[number]
@@ -183,7 +178,7 @@ class Assembly:
         return "was started again" if is_replaced else f"is silent for {SILENT_S:g} s"
 
     def _introduce(self, node: Node) -> bool:
-        """Read a node's entry about itself, if it is written; return False for a node that is refused."""
+        """Read a node's entry about itself, if there is an entry; return False for a node that is refused."""
         entry = self._store.read(f"node/{node.number}")
         if entry is None:
             return True

@@ -1,11 +1,10 @@
 """Launches one node's ranks: it meets the other nodes, starts this node's part of the session, and repeats.
 
-A session ends on all nodes if any rank or node is lost; the remaining nodes meet again, and the next session begins as
-soon as there are enough. It starts from the checkpoint that the coordinator has, like every session of the learner.
-
-The nodes meet in a rendezvous store that node 0 hosts. A node joins under a new number, writes its position and its
-number of ranks, and gets its part in the next session from node 0 (`assembly.py`). During the session it writes a
-heartbeat each second and reads whether the session is over; a node that loses the store ends its part.
+A session ends on all nodes if any rank or node is lost; the next one begins, from the coordinator's checkpoint, as soon
+as there are enough nodes. The nodes meet in a rendezvous store that node 0 hosts: a node joins under a new number,
+writes its position and its number of ranks, and gets its part in the next session from node 0 (`assembly.py`). During
+the session it writes a heartbeat each second and reads whether the session is over; a node that loses the store ends
+its part.
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ class Rendezvous:
         self._store: NodeStore | None = serve(host, self._port) if self._is_first else None
         self._assembly = Assembly(self._store, settings) if self._store is not None else None
         self._number = 0
-        """Number under which this node has joined; 0 before that."""
         self._life, self._started_s = uuid.uuid4().hex, time.time()
         self._last_beat_s = 0.0
         self._watching: threading.Thread | None = None
@@ -164,8 +162,7 @@ class Rendezvous:
         return None
 
     def watch(self, part: SessionPart, take: Callable[[SessionEnd], None]) -> threading.Event:
-        """Call `take` once, from a thread, if another node ends the session. Return an event; setting it ends the
-        watch."""
+        """Call `take` once, from a thread, if another node ends the session; set the returned event to end the watch."""
         ended = threading.Event()
         self._watching = threading.Thread(target=self._watch, args=(part, take, ended), daemon=True)
         self._watching.start()

@@ -87,8 +87,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def ranks_of_node(environment: Mapping[str, str]) -> int:
-    """Return the number of ranks on this host, as torchrun's variable says; 1 if the variable is missing. Raises
-    InvalidInput."""
+    """Return the number of ranks on this host by torchrun's variable; 1 without it. Raises InvalidInput."""
     text = environment.get("PET_NPROC_PER_NODE", "1")
     if not NODES.fullmatch(text) or not text.isdecimal() or not int(text):
         raise InvalidInput(f"PET_NPROC_PER_NODE {text!r:.40} is no number of ranks; give --ranks")

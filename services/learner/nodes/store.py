@@ -1,10 +1,7 @@
-"""The key-value store of the nodes' rendezvous: c10d's, with JSON values of bounded length.
-
-torch's own dynamic rendezvous pickles its state into such a store, but everybody who reaches the port can change it.
-
-A client of such a store waits without limit for a host that is silent but not gone. So each operation runs on a thread
-that is abandoned after a deadline, and the store with it.
-"""
+"""The key-value store of the nodes' rendezvous: c10d's, with JSON values of bounded length. torch's own dynamic
+rendezvous pickles its state into such a store, which everybody who reaches the port can change. A client waits
+without limit for a silent host, so each operation runs on a thread that is abandoned after a deadline, and the store
+with it."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ WAIT_S = 15.0
 CONNECT_S = 2.0
 """Seconds for each attempt to reach the store's port."""
 ANSWER_S = 20.0
-"""Seconds for each attempt to open the store. Torch first resolves the name of each host, which takes 5 s if an answer
-is lost."""
+"""Seconds for each attempt to open the store; torch resolves each host's name, for 5 s if an answer is lost."""
 FAULTS = (RuntimeError, OSError)
 """Errors of an operation if the store cannot be reached; torch's DistError is a RuntimeError."""
 ResultT = TypeVar("ResultT")
@@ -43,7 +39,7 @@ class NodeStore:
         self._is_silent = False
 
     def number(self, key: str, increment: int) -> int:
-        """Add to a counter, and return its new value. Raises FAULTS."""
+        """Add `increment` to the counter `key`, and return the new value. Raises FAULTS."""
         return int(self._bounded(lambda: self._store.add(PREFIX + key, increment)))
 
     def write(self, key: str, **value: Any) -> None:
@@ -51,8 +47,7 @@ class NodeStore:
         self._bounded(lambda: self._store.set(PREFIX + key, json.dumps(value)))
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """Return an object without waiting for it; None if there is none, empty for a value that is no object. Raises
-        FAULTS."""
+        """Return an object without waiting for it: None if absent, empty if the value is no object. Raises FAULTS."""
 
         def read() -> bytes | None:
             return self._store.get(PREFIX + key) if self._store.check([PREFIX + key]) else None
@@ -67,8 +62,7 @@ class NodeStore:
         return value if isinstance(value, dict) else {}
 
     def _bounded(self, operation: Callable[[], ResultT]) -> ResultT:
-        """Return an operation's result. Raises TimeoutError after the deadline. Once an operation has missed its
-        deadline, every later one raises TimeoutError at once."""
+        """Return an operation's result. Raises TimeoutError after the deadline; later operations then raise it at once."""
         if self._wait_s is None:
             return operation()
         if self._is_silent:
@@ -81,8 +75,7 @@ class NodeStore:
 
 
 def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
-    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`, without ending the
-    operation."""
+    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`; the operation continues."""
     result: Future[ResultT] = Future()
 
     def run() -> None:
@@ -99,7 +92,7 @@ def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
 
 
 def connect(host: str, port: int) -> NodeStore:
-    """Return the store of another host. Raises FAULTS if its port is closed or it does not answer within ANSWER_S."""
+    """Return the store of another host. Raises FAULTS if the port is closed or does not answer within ANSWER_S."""
     wait = timedelta(seconds=ANSWER_S)
     # Torch writes a C++ trace for each port that is closed.
     socket.create_connection((host, port), CONNECT_S).close()

@@ -1,9 +1,6 @@
-"""One rank's client of the exchange: it fetches the rank's part of each batch, and sends the receipts.
-
-No request is given up while the coordinator is unreachable, because the learner has nothing else to do. Only a rank
-that is stopping waits no longer than its grace for a receipt, and not at all for a batch, which it will not train.
-`StepAgreement` keeps the ranks at one point of their collectives.
-"""
+"""One rank's client of the exchange: it fetches the rank's part of each batch, and sends the receipts. No request is
+given up while the coordinator is unreachable. Only a rank that is stopping waits no longer than its grace for a
+receipt, and not at all for a batch. `StepAgreement` keeps the ranks at one point of their collectives."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
-"""Seconds to wait for a reply: no limit, because the connection retries for as long as this rank lives. If the
-connection has given up, `BackgroundLoop.wait` raises."""
+"""Seconds to wait for a reply: no limit. If the connection has given up, `BackgroundLoop.wait` raises."""
 
 
 class RankBatch(NamedTuple):
@@ -37,8 +33,7 @@ class RankBatch(NamedTuple):
 
     reply: pb.BatchReply
     groups: list[Group]
-    """Groups with the log-probabilities of the reward pool's reference; empty if the learner reads the data set itself.
-    """
+    """Groups with the log-probabilities of the reward pool's reference; empty if the learner reads the data set."""
 
     @property
     def is_end(self) -> bool:
@@ -86,16 +81,14 @@ class BatchClient:
         self.superseded = threading.Event()
         """Event that is set when this session is over, by this thread or by the control plane's thread."""
         self.receipted = 0
-        """Number of steps up to which the coordinator has acknowledged this rank's receipts; 0 before the first
-        receipt."""
+        """Number of steps whose receipts of this rank the coordinator has acknowledged; 0 before the first receipt."""
         self.audit_head = pb.AuditHead()
-        """Newest record of the coordinator's audit log, as of this rank's newest receipt; empty before the first
-        receipt."""
+        """Newest record of the coordinator's audit log at this rank's newest receipt; empty before the first one."""
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:
-        """Return this rank's part of a step's batch; None if there is none yet, or this rank stops. A damaged part is
-        fetched again."""
+        """Return this rank's part of a step's batch; None if there is none yet or this rank stops. Refetch a damaged
+        part."""
         rank = self._rank
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         for attempts_left in reversed(range(ATTEMPTS)):
@@ -160,9 +153,8 @@ class BatchClient:
 
 
 def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerComparison | None:
-    """Return a comparison for those groups of `batch` that the coordinator has marked; None if there are none. Groups
-    with tokens of another version than (session, step) are skipped. The step starts from that version, and a version
-    of an earlier session may differ from it."""
+    """Return a comparison for the groups of `batch` that the coordinator has marked, or None. Groups with tokens of
+    another version than (session, step), from which the step starts, are skipped."""
     group_ids = [
         sent.group_id
         for sent, group in zip(batch.reply.groups, batch.groups, strict=True)

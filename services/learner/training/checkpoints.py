@@ -2,11 +2,11 @@
 
 A checkpoint that cannot be written causes a warning, and the run continues without it; only the last one is retried.
 All ranks call `load`, `begin`, `finish` and `save_last` at the same point. A separate thread deletes old checkpoints.
-Reading the checkpoint that the session begins from is retried (a mount may be late). After the last attempt, and at
-once if the checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
+Reading the session's first checkpoint is retried (a mount may be late). After the last attempt, and at once if the
+checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
 
 Checkpoints for an object store are written to this machine's spool and uploaded from there, while training continues
-even if the store does not answer (`learner/checkpoints/upload_queue.py`). They are reported once they are whole in the
+even if the store does not answer (`learner/checkpoints/upload_queue.py`), and reported once they are whole in the
 store. All ranks queue and drop them alike, and each has a part of the spool's quota.
 """
 
@@ -31,13 +31,7 @@ from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.learner.checkpoints.upload_queue import FIRST_PAUSE_S, LONGEST_PAUSE_S, UploadQueue
 from paceline.learner.checkpoints.writer import CheckpointWriter
-from paceline.learner.collectives import (
-    any_over_ranks,
-    broadcast_bytes,
-    max_over_ranks,
-    union_over_ranks,
-    world_size,
-)
+from paceline.learner.collectives import any_over_ranks, broadcast_bytes, max_over_ranks, union_over_ranks, world_size
 from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights.gather import is_first_rank
 from paceline.spec import CheckpointingSection
@@ -48,8 +42,7 @@ LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
 LOAD_PAUSES_S = (1.0, 2.0, 4.0)
 """Seconds before each further attempt at a checkpoint that is missing or cannot be read."""
 SEEN_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 3.0)
-"""Seconds before each further check for a file that rank 0 has written, because a network file system may show it late.
-"""
+"""Seconds before each further check for a file of rank 0, because a network file system may show it late."""
 log = logging.getLogger(__name__)
 
 
@@ -58,8 +51,7 @@ class NotShared(PacelineError):
 
 
 class SessionCheckpoints:
-    """One rank's part of a session's checkpoints. `report` sends the report of a complete checkpoint, `warn` a warning
-    about a failed one."""
+    """One rank's part of a session's checkpoints. `report` gets complete checkpoints, `warn` warnings about failures."""
 
     def __init__(
         self,
@@ -83,13 +75,12 @@ class SessionCheckpoints:
         folder = self._directory if self._uploads is None else self._uploads.folder
         self._writer = CheckpointWriter(folder, assignment.session, shared=self._uploads is None)
         self._seconds: dict[int, float] = {}
-        """For each checkpoint that is not reported yet: the number of seconds that writing it took, by step."""
+        """Maps the step of each checkpoint that is not reported yet to the seconds that writing it took."""
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
-        """Check the folder on all ranks, before anything is loaded. Raises CheckpointFault if a checkpoint of this or a
-        later session exists, so that the session's number is taken; NotShared if a rank does not see the files of
-        rank 0: the same error on all ranks."""
+        """Check the folder on all ranks before loading. Raises the same error on all: CheckpointFault if a checkpoint
+        of this or a later session exists; NotShared if a rank does not see the files of rank 0."""
         if self._uploads is not None:
             self._uploads.device = device
         taken = broadcast_bytes(self._taken().encode()).decode()
@@ -164,9 +155,9 @@ class SessionCheckpoints:
         return self._writer.in_progress and not self._writer.ready
 
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
-        """Load the checkpoint that the session begins from. Raises CheckpointFault if the checkpoint is missing,
-        damaged or cannot be read, Misfit if it is of another model, WrongKey if it is encrypted with another storage
-        key, Unavailable if its object store does not answer: the same error on all ranks."""
+        """Load the session's first checkpoint. Raises the same error on all ranks: CheckpointFault if it is missing,
+        damaged or unreadable, Misfit for another model, WrongKey for another storage key, Unavailable if its store
+        does not answer."""
         if not self._assignment.checkpoint_path:
             return
         for pause_s in LOAD_PAUSES_S:
@@ -212,15 +203,13 @@ class SessionCheckpoints:
         self.saving = False
 
     def name_audit_head(self, sequence: int, record_hash: str) -> None:
-        """Name the newest record of the coordinator's audit log in later manifests, so that nobody can cut off the
-        log's end unnoticed."""
+        """Name the audit log's newest record in later manifests, so that nobody can cut off the log's end unnoticed."""
         if sequence:
             self._writer.extra = {"audit": {"sequence": sequence, "hash": record_hash}}
 
     def finish(self) -> str:
         """Wait for the checkpoint in progress, if there is one, and report it. If it could not be written, return the
-        reason on each rank that knows the reason, and an empty text on the others. The run continues, and the next
-        checkpoint is a new attempt."""
+        reason on each rank that knows the reason, and an empty text on the others; the run continues."""
         if not self._writer.in_progress:
             return ""
         self.saving, failure, saved = True, "", None
@@ -239,7 +228,7 @@ class SessionCheckpoints:
         return failure
 
     def _register(self, saved: Checkpoint) -> None:
-        """Report a checkpoint that is complete at its destination; for an object store on the uploading thread."""
+        """Report a checkpoint that is complete at its destination; called on the uploading thread for an object store."""
         self.newest = (str(saved.path), saved.manifest.step)
         self._report(
             worker_pb2.ConnectRequest(
@@ -270,8 +259,8 @@ class SessionCheckpoints:
         return self._uploads is None or self._uploads.until_stored(ended)
 
     def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
-        """Finish the checkpoint of the last step, with retries (the disk may be full), because no later one replaces
-        it. Raises Unavailable after the last attempt."""
+        """Finish the last checkpoint, with retries, because the disk may be full. Raises Unavailable after the last
+        try."""
         for pause_s in LAST_SAVE_PAUSES_S:
             if not any_over_ranks([bool(self.finish())], trainer.device)[0]:
                 return
@@ -319,7 +308,6 @@ class CheckpointUploads:
         self._queue = UploadQueue(store, rank, on_stored, warn, pauses_s)
         self._store, self._warn = store, warn
         self.device = torch.device("cpu")
-        """Device for collectives."""
 
     @property
     def folder(self) -> Path:

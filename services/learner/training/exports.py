@@ -1,7 +1,5 @@
-"""Exports of one run: the final one, and those that are ordered while it trains.
-
-All ranks make each call together: rank 0 writes the folder from the pieces of tensors that it gathers from all.
-"""
+"""Exports of one run: the final one, and those that are ordered while it trains. All ranks make each call together:
+rank 0 writes the folder from the pieces of tensors that it gathers from all."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ class RunExports:
                     remove_left_overs(folder.local)
 
     def write_final(self, model: nn.Module, origin: Origin) -> Folder:
-        """Export the trained model and return the folder. `origin` describes the run in its manifest. Raises rank 0's
-        error on rank 0, and FailedElsewhere on the other ranks."""
+        """Export the trained model, with `origin` in its manifest. Raises rank 0's error there, elsewhere
+        FailedElsewhere."""
         path = self._directory / EXPORT
         failure = self._export_model(path, model, origin)
 
@@ -97,7 +95,6 @@ class RunExports:
         )
 
     def _export_adapter(self, path: Folder, model: nn.Module, origin: Origin) -> Exception | None:
-        """Replace the folder at `path` by only the adapter; return rank 0's error if that failed."""
         adapter = gather_weights(model, None)
         if not adapter:
             return None

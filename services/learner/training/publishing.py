@@ -1,5 +1,4 @@
-"""Publishing of one run's weights: members that are named before the channel exists, the channel that the spec names,
-and its reports to the coordinator."""
+"""Publishes one run's weights through the channel of the spec; members may come before the channel exists."""
 
 from __future__ import annotations
 
@@ -19,13 +18,7 @@ from paceline.host.resources import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel
-from paceline.learner.weights.host_channel import (
-    HostChannel,
-    Hosts,
-    Rank0HostChannel,
-    agree_on_hosts,
-    piece_algorithm,
-)
+from paceline.learner.weights.host_channel import HostChannel, Hosts, Rank0HostChannel, agree_on_hosts, piece_algorithm
 from paceline.learner.weights.shard_writer import ShardWriter
 from paceline.models.loading import resolved_dtype
 from paceline.services.common.relay import WAIT_S
@@ -62,10 +55,8 @@ class Publishing:
         self._make = make or make_channel
         self._channel: WeightChannel | None = None
         self._roster: worker_pb2.Epoch | None = None
-        """Newest roster of this run since the run began."""
         self._opening = threading.Lock()
-        """Lock that guards the channel and the roster, because a roster that comes while the channel opens must reach
-        the channel."""
+        """Guards the channel and the roster: a roster that comes while the channel opens must reach the channel."""
 
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
@@ -87,9 +78,8 @@ class Publishing:
             self._channel.write_snapshot()
 
     def publish(self, step: int, *, last: bool) -> None:
-        """Copy the model as version `step`; the copy is sent while the next step trains. If an engine has acknowledged
-        versions of an earlier session, the steps below the highest of these are not published again, except the last
-        step of the run."""
+        """Copy the model as version `step`; the copy is sent while the next step trains. Steps below the highest that
+        an engine has acknowledged from an earlier session are not published again, except the run's last step."""
         if self._channel is None or (step < self._assignment.publish_from_step and not last):
             return
         self._channel.publish(Version(self._assignment.session, step), self._model)
@@ -220,8 +210,7 @@ class _WeightChannelFactory:
         return make_board(self._rank.weights_bind, self._rank.weights_host, broadcast_bytes)
 
     def delta(self, *, on_device: bool = True) -> DeltaChannel:
-        """Return the delta channel: every rank writes, rank 0 makes the offers. If the copy is `on_device`, the device
-        needs memory for it."""
+        """Return the delta channel: all ranks write, rank 0 offers. A copy `on_device` needs memory of the device."""
         board, rank, world_size = self._board(), self._rank.rank, self._rank.world_size
         if rank != 0:
             return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype, on_device=on_device)

@@ -1,9 +1,7 @@
-"""The learner's work on one run, on each rank: next batch, train, publish, receipt, checkpoint.
-
-All ranks go through the same collectives in the same order: they agree before every step (`StepAgreement`), then come
-the step's own collectives, then gathering for publishing, checkpoint or export. Publishing to members happens in other
-threads and processes, from a staged copy, while the next step trains. No step waits for a rollout worker.
-"""
+"""The learner's work on one run, on each rank: next batch, train, publish, receipt, checkpoint. All ranks go through
+the same collectives in the same order: they agree before every step (`StepAgreement`), then come the step's own
+collectives, then gathering for publishing, checkpoint or export. Publishing to members happens in other threads and
+processes, from a staged copy, while the next step trains. No step waits for a rollout worker."""
 
 from __future__ import annotations
 
@@ -25,12 +23,7 @@ from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, storage
 from paceline.errors import CheckpointFault, Conflict, InvalidInput, NonFiniteLoss, Unavailable
 from paceline.learner.batch.samples import sequences_from_groups
 from paceline.learner.checkpoints.checkpoint import Misfit
-from paceline.learner.collectives import (
-    FailedElsewhere,
-    any_over_ranks,
-    broadcast_bytes,
-    succeed_on_all_ranks,
-)
+from paceline.learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
 from paceline.learner.model.mesh import mesh_of
 from paceline.learner.objectives.examples import ExampleSource, check_rows
 from paceline.learner.step.trainer import Trainer
@@ -77,7 +70,6 @@ class LearnerRun:
         self.session = assignment.session
         self.step = assignment.start_step
         self.ready = False
-        """True after the set-up has succeeded."""
         self.diverged = False
         """True if this rank failed but others may not have, so that their collectives would never meet again."""
         self._assignment = assignment
@@ -92,7 +84,7 @@ class LearnerRun:
             assignment, self.spec.checkpointing, self._reports.keep, self._reports.warn
         )
         self.publishing = Publishing(assignment, self.spec, rank, self._reports.warn)
-        """Publishes the run's weights to the members; takes the control plane's messages about them."""
+        """Publishes the run's weights to the members, and takes the control plane's messages about the weights."""
         self._progress = ProgressLog(log)
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None
@@ -182,7 +174,7 @@ class LearnerRun:
 
     def _set_up(self) -> None:
         """Read everything that the spec names. A collective call: all ranks agree first, because a rank that cannot
-        read something would leave the others in their next collective. Errors raised later are raised on every rank."""
+        read would leave the others in their next collective. Later errors are raised on every rank."""
         spec = self.spec
         set_collective_timeout(LOADING_TIMEOUT_S)
         succeed_on_all_ranks(self._check_surroundings, self._rank.device)
@@ -203,8 +195,7 @@ class LearnerRun:
             self.publishing.open(self._trainer.model)
 
     def _check_surroundings(self) -> None:
-        """Raise WrongKey without the coordinator's storage key, InvalidInput for data that
-        would leave this host unencrypted."""
+        """Raise WrongKey without the coordinator's storage key, InvalidInput if data would leave this host unencrypted."""
         check_key(self._assignment)
         weights, checkpoints = self.spec.weights, self.spec.checkpointing
         allowed = weights.allow_plaintext_network
@@ -214,7 +205,6 @@ class LearnerRun:
             check_store(url or "", os.environ, allowed=allowed)
 
     def _read(self) -> None:
-        """Make the trainer and the sources of examples, without a collective."""
         spec = self.spec
         if self._rank.device.type == "cpu" and not self._rank.cpu_chosen:
             refuse_cpu(spec.cluster, "learner")
@@ -360,7 +350,6 @@ class LearnerRun:
         return self._trainer.evaluate(self._held_out.held_out(rank.rank, rank.world_size))
 
     def _end_early(self) -> None:
-        """Publish and save the version that is the run's last, as after its last step."""
         if self.step > self._assignment.start_step and self.step % self.spec.weights.publish_interval:
             self.publishing.publish(self.step, last=True)
         if self.spec.checkpointing.enabled:
@@ -430,9 +419,8 @@ class LearnerRun:
         self._reports.fail(error=message, step=self.step, **facts)
 
     def _end_at_step(self, error: Exception) -> None:
-        """End the session, and the process with it, because the state of the device's memory and of the other ranks'
-        collectives is unknown. The coordinator counts the failure against the step and gives the next process a new
-        session."""
+        """End the session and the process, because the state of the device's memory and of the other ranks' collectives
+        is unknown. The coordinator counts the failure against the step and begins a new session."""
         log.error("run %s: step %d cannot be trained", self.run_id, self.step, exc_info=error)
         kind, message = describe(error, self.spec, self._rank.device, self._longest)
         self._fail(f"{message} (rank {self._rank.rank})", fault=kind)

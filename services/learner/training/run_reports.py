@@ -1,10 +1,6 @@
 """Reports of the ranks on their work on one run, and their parts: the numbers of single tokens, the exception that
-ended a rank in a step, a step's pace (tokens and operations a second, share of the GPU's peak, time in collectives),
-and metrics of the completions of a whole batch (lengths, share of truncated ones).
-
-The metrics of completions are taken from the groups and not from the training samples, because
-`grpo.overlong_filtering` removes the tokens of truncated completions.
-"""
+ended a rank in a step, a step's pace, and metrics of the completions of a whole batch. These are taken from the
+groups, not from the training samples, because `grpo.overlong_filtering` removes the tokens of truncated completions."""
 
 from __future__ import annotations
 
@@ -31,8 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RunReports:
-    """Sends the reports of one rank. Ranks other than 0 report only their faults, because rank 0 reports what all ranks
-    have in common. Rank 0 keeps the newest report of each kind."""
+    """Sends the reports of one rank. Rank 0 keeps the newest report of each kind; other ranks report only faults."""
 
     def __init__(
         self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None], is_first: bool
@@ -139,7 +134,7 @@ def describe(
 
 
 def is_lack_of_memory(error: Exception) -> bool:
-    """Return whether the device or the host had no memory left; not all of torch's errors have a type for it."""
+    """Return whether device or host had no memory left; some of torch's errors show this only by their text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)
@@ -213,10 +208,8 @@ PERCENTILES = (50, 90, 99)
 def completion_metrics(groups: Sequence[Group], device: torch.device) -> dict[str, float]:
     """Return minimum, maximum and percentiles of the lengths in tokens, and the share of completions that reached a
     limit, over the batch of all ranks; nothing without completions. An episode counts as one completion of the
-    tokens that it sampled; its transcripts, turns, and the share with several versions are separate metrics.
-
-    A collective call: every rank gives its part, which may be empty, and returns the same values.
-    """
+    tokens that it sampled, with further metrics of its transcripts, turns and versions. A collective call: every
+    rank gives its part, which may be empty, and returns the same values."""
     local = [facts for group in groups for facts in _facts(group)]
     rows, _ = rows_of_all_ranks(torch.tensor(local, dtype=torch.float64, device=device).reshape(-1, 5))
     if not len(rows):
@@ -239,9 +232,8 @@ def completion_metrics(groups: Sequence[Group], device: torch.device) -> dict[st
 
 
 def _facts(group: Group) -> list[tuple[float, ...]]:
-    """For each sample that has tokens, return (number of sampled tokens, whether it is truncated, number of
-    transcripts, number of turns, whether its tokens have several versions). Without an environment, transcripts and
-    turns are 0."""
+    """For each sample with tokens, return its number of sampled tokens, whether it is truncated, its numbers of
+    transcripts and of turns (0 without an environment), and whether its tokens have several versions."""
     if group.rows is None:
         return [(len(c.token_ids), c.finish_reason == "length", 0, 0, False) for c in group.completions]
     turns = Counter(group.rows.samples[turn.row] for turn in group.rows.turns)

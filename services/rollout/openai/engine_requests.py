@@ -1,8 +1,6 @@
-"""Converts a request of the API to the engine's input: token ids, parameters, and a sampler for each choice.
-
-A call that `tool_choice` demands is begun in the prompt, in the words of the chat template, so the model can only
-continue within the call. These tokens are context, like the rest of the prompt.
-"""
+"""Converts a request of the API to the engine's input: token ids, parameters, and a sampler for each choice. A call
+that `tool_choice` demands is begun in the prompt, in the words of the chat template, so the model can only continue
+within the call. These tokens are context, like the rest of the prompt."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ from paceline.services.openai.token_route import TokenAsk
 from paceline.services.rollout.openai.sampling import Sampler, Served
 
 MAX_CHARS_PER_TOKEN = 64
-"""A prompt may have at most this many characters per token of the longest sequence. A longer prompt is refused before
-it is tokenized."""
+"""Characters of a prompt for each token of the longest sequence; a longer prompt is refused before it is tokenized."""
 
 EngineAsk = ChatAsk | CompletionAsk | TokenAsk
 
@@ -73,10 +70,8 @@ def _prompts(served: Served, ask: EngineAsk) -> tuple[Sequence[IntArray], Callab
 
 
 def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
-    """Return the [P] tokens of a prompt of `/v1/completions`, which is text or token ids. No chat template is applied.
-
-    Raises InvalidInput for ids or a text that no sequence could hold, and like `encode_prompt`.
-    """
+    """Return the [P] tokens of a `/v1/completions` prompt (text or ids), without a chat template. Raises InvalidInput
+    for ids or a text that no sequence could hold, and like `encode_prompt`."""
     limit = served.spec.policy.max_total_sequence_length
     if isinstance(prompt, list):
         if len(prompt) > limit or max(prompt) > MAX_ID:
@@ -90,10 +85,8 @@ def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
 
 
 def prepare(served: Served, ask: ChatAsk) -> tuple[IntArray, Callable[[], AnswerReader]]:
-    """Return a prepared chat, with the run's template arguments and its call format.
-
-    Raises InvalidInput for a text that no sequence could hold, and like `prepare_chat`.
-    """
+    """Return a prepared chat, with the run's template arguments and its call format. Raises InvalidInput for a text
+    that no sequence could hold, and like `prepare_chat`."""
     spec = served.spec
     try:
         check_size(served, len(json.dumps([ask.rendered(), ask.tools])))
@@ -141,11 +134,9 @@ def prepare_chat(
 ) -> tuple[IntArray, Callable[[], AnswerReader]]:
     """Return the [P] tokens of a chat, which end where the answer begins, and a function that makes a reader of the
     answer. `run_kwargs` are the run's template arguments; those of the request replace them. `call_format` is the
-    spec's format of tool calls (`auto`: the template's format).
-
-    Raises Unsupported for content that the template does not render, for tools whose calls could not be read, and for a
-    call that cannot be demanded; InvalidInput for content that the template refuses.
-    """
+    spec's format of tool calls (`auto`: the template's format). Raises Unsupported for content that the template
+    does not render, for tools whose calls could not be read, and for a call that cannot be demanded; InvalidInput
+    for content that the template refuses."""
     kwargs = {
         **run_kwargs,
         **(ask.chat_template_kwargs or {}),

@@ -1,8 +1,6 @@
-"""Generates one choice of an answer: from a request to text, token by token for a stream.
-
-A choice of `<run>@<version>` has tokens of that version alone. The engine takes new weights while it generates, so a
-request may outlive its version; then it ends with VersionGone and none of its tokens count.
-"""
+"""Generates one choice of an answer: from a request to text, token by token for a stream. A choice of `<run>@<version>`
+has tokens of that version alone: a request that outlives its version ends with VersionGone, and none of its tokens
+count."""
 
 from __future__ import annotations
 
@@ -27,12 +25,10 @@ UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """The text of one completion. `decode` turns token ids into text; `stop` are strings that end it.
-
-    The promise: the joined results of `push` and `finish` are the text of all tokens decoded at once, up to the first
-    stop string, and no returned text changes later. So text is kept back while it may be the beginning of a stop string
-    or of a character with missing bytes.
-    """
+    """The text of one completion. `decode` turns token ids into text; `stop` are strings that end it. The promise: the
+    joined results of `push` and `finish` are the text of all tokens decoded at once, up to the first stop string,
+    and no returned text changes later. So a possible beginning of a stop string, or of a character with missing
+    bytes, is kept back."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = ()) -> None:
         self.stopped = False
@@ -105,8 +101,7 @@ class VersionGone(NotFound):
 
 @dataclass
 class Sampler:
-    """Generates choice number `index` of an answer. `on_delta` is called with each delta; None if the answer is not
-    streamed."""
+    """Generates choice number `index` of an answer. `on_delta` gets each delta; None if the answer is not streamed."""
 
     served: Served
     prompt_ids: IntArray
@@ -153,7 +148,7 @@ class Sampler:
             num_tokens = len(completion.token_ids)
             if completion.finish_reason == "abort":
                 raise Unavailable(
-                    f"the worker stopped serving {self.served.run_id} while it generated; try another worker, "
+                    f"the worker stopped serving {self.served.run_id} during the request; try another worker, "
                     "or try later"
                 )
         self._tell(completion, [*self.reader.push(tail), *self.reader.finish()], num_tokens, last=True)
@@ -204,8 +199,7 @@ class Sampler:
             self._tell(completion, parts, self._stream.num_tokens)
 
     def _tell(self, completion: Completion, parts: list[AnswerPart], num_tokens: int, *, last: bool = False) -> None:
-        """Report new parts with the tokens since the last report. Tokens of text that was kept back are reported with
-        that text."""
+        """Report parts with the tokens since the last report; tokens of text that was kept back come with that text."""
         if self.on_delta is not None and (parts or (last and num_tokens > self._told)):
             new = slice(self._told, num_tokens)
             self.on_delta(
@@ -228,7 +222,7 @@ class Sampler:
 
     def _other_version(self) -> VersionGone:
         return VersionGone(
-            f"the worker received new weights while it generated; it serves {served_names(self.served)} now. "
+            f"the worker received new weights during the request; the worker serves {served_names(self.served)} now. "
             f"Ask for {self.served.run_id!r} to let a completion continue through updates"
         )
 

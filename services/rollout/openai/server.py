@@ -1,10 +1,8 @@
 """The HTTP endpoint: routes, errors in the API's shape, streams, and cancellation when a client disconnects.
 
 Order of waiting: a request waits in the gate for capacity, then for the engine. A client that disconnects cancels its
-request, and with it the sequences in the engine. Nothing here affects leases, token accounting or batches.
-
-Training comes first: leases enter the engine as they come, external requests through the gate, a few sequences at a
-time.
+request, and with it the sequences in the engine. Training comes first: leases enter the engine as they come, external
+requests through the gate, a few sequences at a time. Nothing here affects leases, token accounting or batches.
 """
 
 from __future__ import annotations
@@ -89,8 +87,8 @@ class Endpoint:
         recorder: Recorder | None = None,
     ) -> None:
         """`make_gate(batch_size)` returns the gate of an engine that decodes `batch_size` sequences at a time. The
-        `coordinator` identifies callers if the port requires a token; without a coordinator only the process's token
-        is valid. `recorder` stores answers and feedback."""
+        `coordinator` identifies callers if the port requires a token; without it only the process's token is valid.
+        `recorder` stores answers and feedback."""
         self._source = source
         self._recorder = recorder
         self._make_gate = make_gate
@@ -214,8 +212,7 @@ async def _stream(
     samplers: list[Sampler],
     record: Callable[[Sequence[Choice]], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream server-sent events. Errors after the first byte are events too. `record` is called with the choices before
-    the stream ends."""
+    """Stream server-sent events, also for late errors. `record` gets the choices before the stream ends."""
     chunks: asyncio.Queue[list[Event] | None] = asyncio.Queue()  # bounded by the tokens that were requested
     opening = frame.begin(len(samplers))
 
@@ -267,7 +264,6 @@ async def _send(response: web.StreamResponse, events: Sequence[Event]) -> None:
 
 
 def _version(served: Served) -> Version:
-    """Return the version that is held now. Raises Unavailable before the first one."""
     if served.engine.version is None:
         raise no_weights(served)
     return served.engine.version
@@ -293,7 +289,7 @@ class Recorder(Protocol):
         """Store the choices of an answer, before it is sent. Raises nothing, because the answer is sent in any case."""
 
     async def rate(self, feedback: FeedbackAsk) -> Json:
-        """Store feedback, and return the answer to it. Raises NotFound, Conflict, Unavailable."""
+        """Store feedback, and return the answer to the client. Raises NotFound, Conflict, Unavailable."""
 
 
 def rows_of(served: Served, ask: EngineAsk, choices: Sequence[Choice]) -> list[Json]:

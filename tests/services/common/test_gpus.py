@@ -125,9 +125,9 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
         (
             1,
             {"learner_ranks": 2},
-            "cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs a GPU; lower it",
+            "cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs a GPU; lower the ranks",
         ),
-        (2, {"learner_ranks": 2}, "each rank needs a GPU and the rollout workers another; lower it"),
+        (2, {"learner_ranks": 2}, "each rank needs a GPU and the rollout workers another; lower the ranks"),
         (0, {"rollout_gpus": (0,)}, r"GPU 0 \(cluster.rollout_gpus\), and this host shows 0 GPUs"),
         (
             4,
