@@ -45,10 +45,10 @@ from paceline.learner.checkpoints.state_files import state_reader
 from paceline.learner.weights.gather import unwrapped
 
 KEY = "model"
-"""Name that trainers give to the state dict's entry with the weights."""
+"""Name of the state dict's entry to which trainers give the weights."""
 KEYS_SHOWN = 8
 Chunk = Callable[[str, tuple[int, ...], Tensor], None]
-"""Function that takes the tensor's name, the offset along each axis, and the values of a part."""
+"""Takes a tensor's name, the offset along each axis, and the values of a part."""
 
 
 def write_dcp(folder: Path, weights: ModelWeights) -> None:
@@ -64,7 +64,7 @@ def write_dcp(folder: Path, weights: ModelWeights) -> None:
 
 
 class _BlockPlanner(DefaultSavePlanner):
-    """Plans the blocks of a model. A block is read from the model only when it is written."""
+    """Plans the blocks of a model, each read from the model only when written."""
 
     def __init__(self, weights: ModelWeights) -> None:
         super().__init__()
@@ -124,7 +124,6 @@ class DcpCheckpoint:
         self._tensors = {n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         paths = {stored: tuple(map(str, keys.get(stored, (stored,)))) for stored in self._tensors}
         self._names = _weights_under(key, paths, folder)
-        """Maps the name of each weight in the checkpoint to its name in the model."""
 
     def headers(self) -> list[TensorHeader]:
         return [
@@ -183,8 +182,7 @@ class _ChunkPlanner(LoadPlanner):
 
 
 def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder: Folder) -> dict[str, str]:
-    """Return a mapping from the name of each weight in the checkpoint to its name in the model. `paths` has each
-    tensor's keys in the state dict."""
+    """Return a mapping from weight names in the checkpoint to names in the model. `paths`: each tensor's keys."""
     entry = KEY if key is None else key
     below = {stored: path[1:] for stored, path in paths.items() if path[0] == entry and path[1:]}
     names = {stored: unwrapped(".".join(path)) for stored, path in below.items()}
