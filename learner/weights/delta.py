@@ -67,8 +67,7 @@ class DeltaChannel(WeightChannel):
 
 
 class Rank0DeltaChannel(DeltaChannel):
-    """The channel on rank 0, which also makes the offers. It calls `announce(version, copy_s)` before a member can have
-    the version."""
+    """The channel on rank 0, which also makes offers. `announce(version, copy_s)` comes before the first offer."""
 
     def __init__(
         self,
