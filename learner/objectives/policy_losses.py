@@ -132,5 +132,5 @@ def vespo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def _by_sign(positive_N: Tensor, positive: float, other: float, like_N: Tensor) -> Tensor:
-    """Return [N] `positive` where `positive_N`, else `other`, in `like_N`'s type (`torch.where` takes float32)."""
+    """Return [N] `positive` where `positive_N`, else `other`, in `like_N`'s type; `torch.where` rounds to float32."""
     return torch.where(positive_N, torch.full_like(like_N, positive), torch.full_like(like_N, other))

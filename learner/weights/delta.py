@@ -67,7 +67,7 @@ class DeltaChannel(WeightChannel):
 
 
 class Rank0DeltaChannel(DeltaChannel):
-    """The channel on rank 0, which also makes offers. `announce(version, copy_s)` comes before the first offer."""
+    """The channel on rank 0, with offers. `announce(version, copy_s)` comes before a member can have the version."""
 
     def __init__(
         self,

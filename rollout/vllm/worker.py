@@ -96,8 +96,8 @@ class WorkerExtension:
     weight_transfer_engine: SegmentTransfer
 
     def paceline_make_stage_buffers(self) -> None:
-        """Make the memory in which a later pipeline stage receives the output of the earlier one. vLLM makes this
-        memory in its warm-up, but skips the warm-up on a CPU without compilation."""
+        """Make the memory in which a later pipeline stage receives the earlier one's output, because vLLM makes it only
+        in its warm-up, skipped on a CPU without compilation."""
         from vllm.distributed import get_pp_group
 
         runner = self.model_runner
