@@ -44,9 +44,8 @@ class FailedElsewhere(PacelineError):
 
 
 def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
-    """Run this rank's `work`, which contains no collective, and return when every rank has run its own. Raises the
-    error of `work` on the ranks where it failed, and FailedElsewhere on the others, so no rank waits in a collective
-    alone."""
+    """Run `work`, which contains no collective; return when every rank has done so. Raises the error of `work` on ranks
+    where it failed, and FailedElsewhere on the others, so that no rank waits in a collective alone."""
     error: Exception | None = None
     try:
         work()

@@ -77,8 +77,7 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, params: common_pb2.SamplingParams, run: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters of a lease. `params`, the lease's message, sets all its fields; the other
-        parameters come from `run`."""
+        """Return a lease's parameters: all fields of its message `params`, the other parameters from `run`."""
         return replace(
             run,
             max_new_tokens=params.max_new_tokens,

@@ -136,11 +136,10 @@ class TrainingSample:
 
 
 def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainingSample]:
-    """Return one sample for each completion of scored groups; with an environment one for each transcript. With
+    """Return a sample for each completion of scored groups; with an environment for each transcript. With
     grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a truncated completion stays
-    in the batch without tokens. Raises InvalidInput for a group without rewards or with another number of them than
-    the spec has functions, and for one without log-probabilities of the reference if the reward pool has to serve
-    them."""
+    in the batch without tokens. Raises InvalidInput for a group without rewards or with another number than the spec
+    has functions, and for one without log-probabilities of the reference if the reward pool serves them."""
     sequences = []
     for group in groups:
         if group.rewards_CF is None or group.rewards_CF.shape != (group.num_samples, len(spec.rewards)):

@@ -7,8 +7,7 @@ manifest of a part would call half a checkpoint complete.
 
 Promise: `load` accepts only the bytes that `save` wrote, and training continues from them as if it had never stopped
 (bit for bit on CPUs at the same world size and thread count; the manifest has both). With a storage key every file but
-the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so `verify` and the coordinator compare
-them without the key.
+the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so they are compared without the key.
 
 Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares
 every file with the manifest, and the manifest with a given hash, before it opens a file. Pass only a hash from the
@@ -208,8 +207,7 @@ def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
     """Delete all checkpoints, complete or torn, that are older than the newest one in `keep`, except those in `keep`
-    and `spared`; newer ones may be in progress. Return the paths of the deleted ones, as `str(checkpoint.path)` like
-    `keep`."""
+    and `spared`; newer ones may be in progress. Return the deleted ones' `str(checkpoint.path)`."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []

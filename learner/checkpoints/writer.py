@@ -5,8 +5,7 @@ live tensors are written. They are written too if the host has no memory for a c
 Invariants: One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at
 the same point. `begin` returns when the copy is made, so the written state is that after the step, whatever is trained
 meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs to the
-training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder, which no
-reader accepts.
+training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder.
 """
 
 from __future__ import annotations

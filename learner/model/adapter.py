@@ -1,8 +1,7 @@
 """A LoRA adapter on the policy: added, switched off for the reference, removed for publishing and export.
 
 Promise: the base's weights never change and have no gradient; only A and B of each adapted layer are trained,
-checkpointed and published. The modules are peft's, injected in place, so it stays a transformers model and is sharded
-like any other.
+checkpointed and published. The modules are peft's, injected in place, so the model stays a transformers model.
 """
 
 from __future__ import annotations

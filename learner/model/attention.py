@@ -5,11 +5,10 @@ runs on exactly the real tokens. The implementation is registered with transform
 the row's layout as the keyword argument `layout`, which transformers passes to every layer (also to a recomputed one).
 
 There are two paths. CUDA in bfloat16 or float16 uses `torch.nn.attention.varlen` (flash attention, one kernel for the
-row; FlashAttention-3 if its package is installed and the GPU is a Hopper). Otherwise, runs of sequences of equal length
-are views [n, H, L, D] of the row, each one scaled_dot_product_attention with is_causal. Packing puts equal lengths side
-by side, so this needs neither padding nor gathering; measured on a CPU, one more SDPA call costs 0.02 ms forward and
-0.07 ms with backward, less than copying q, k and v. Attention sinks always take the second path: flash attention's
-log-sum-exp has no gradient.
+row; FlashAttention-3 on a Hopper with its package). Otherwise, runs of sequences of equal length are views [n, H, L, D]
+of the row, each one scaled_dot_product_attention with is_causal. Packing puts equal lengths side by side, so this needs
+neither padding nor gathering; on a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than
+copies of q, k and v. Attention sinks always take the second path: flash attention's log-sum-exp has no gradient.
 """
 
 from __future__ import annotations

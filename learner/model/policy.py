@@ -207,7 +207,7 @@ def _placed(
     prefer_flash_attention_3(device, deterministic=policy.deterministic)
     if not policy.compile:
         use_onednn_linear(model, device, compute_dtype(policy, device))
-    sharded = _needs_sharding(policy, device)
+    sharded = world_size() > 1 or compute_dtype(policy, device) != torch.float32 or _offloads(policy, device)
     if sharded:
         _shard(model, policy, device, resharded)
     if files is not None:
@@ -236,10 +236,6 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
 def _decoder_layers(model: Any) -> list[Any]:
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _needs_sharding(policy: PolicySection, device: torch.device) -> bool:
-    return world_size() > 1 or compute_dtype(policy, device) != torch.float32 or _offloads(policy, device)
 
 
 def _offloads(policy: PolicySection, device: torch.device) -> bool:

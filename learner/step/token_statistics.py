@@ -1,7 +1,6 @@
 """Statistics of single tokens of a few groups while a step trains: log-probability, entropy, samplers against learner.
 
-Promise: the step computes and waits for nothing extra. It leaves references to its results, which `of` and `results`
-copy to the host.
+Promise: the step computes and waits for nothing extra; `of` and `results` copy the kept results to the host.
 """
 
 from __future__ import annotations

@@ -311,8 +311,7 @@ SCALE, UPDATES = "loss_scale", "updates_at_loss_scale"
 
 
 class LossScale:
-    """The scale of one optimizer's loss in float16, whose gradients would vanish below 6·10⁻⁸; 1 for other types. All
-    ranks call it alike.
+    """Scale of an optimizer's loss in float16, where gradients below 6·10⁻⁸ vanish; else 1. All ranks call it alike.
 
     Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the
     gradients are divided by it. If a gradient overflows, the scale is halved and the update is computed again, so every

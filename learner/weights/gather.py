@@ -120,8 +120,7 @@ class _Gathering:
 
 
 def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
-    """Yield the tensors of `sharded` in order, in buckets of one mesh and of at most BUCKET_BYTES on each rank; a
-    larger tensor is a bucket alone."""
+    """Yield `sharded` in order, in buckets of one mesh and at most BUCKET_BYTES on each rank or of one tensor."""
     part: list[tuple[str, DTensor]] = []
     filled = 0
     for name, tensor in sharded:

@@ -3,8 +3,7 @@
 Rank 0 adds the manifest, with the digests from the relays of all the learner's hosts, and informs the coordinator,
 which tells each host where to read. Members without a relay, and members that relays failed to reach several times,
 read the run's object store, which rank 0 writes only for them. Rank 0 has two threads: one completes manifests
-(`_complete_forever`), one puts versions into the object store (`_store_forever`). Only `close` waits for them, for at
-most CLOSE_WAIT_S.
+(`_complete_forever`), one puts versions into the object store (`_store_forever`). Only `close` waits for them.
 """
 
 from __future__ import annotations

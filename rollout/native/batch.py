@@ -6,8 +6,7 @@ sequence and reads back one flag per sequence. Promise: a sequence's tokens are 
 
 The last token of a sequence has no keys and values yet, because it is the input of the next step. So the cache holds
 `total` - 1 positions, and only those are computed again after a change of weights. Requests with equal tokens, such as
-the completions of one group, share one prefill pass even if they join at different times (`PromptCache`); it is cleared
-when the weights change.
+the completions of one group, share one prefill pass even if they join at different times (`PromptCache`, cleared with new weights).
 
 Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V
 vocabulary, H key-value heads, D head size.

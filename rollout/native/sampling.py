@@ -38,8 +38,7 @@ def splitmix64(state_R: Tensor, position_R: Tensor) -> Tensor:
     """Return [R] int64: output number `position_R` (from 0) of the SplitMix64 generator started at `state_R`. Steele,
     Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finaliser of their
     reference code (D. Stafford's variant 13). The generator adds a constant in each step and hashes the sum, so its
-    i-th output can be computed alone, as in a counter-based generator. Arithmetic modulo 2^64 is int64 arithmetic
-    that wraps."""
+    i-th output can be computed alone. Arithmetic modulo 2^64 is int64 arithmetic that wraps."""
     z_R = state_R + (position_R + 1) * _signed(GOLDEN_GAMMA)
     z_R = _shift_xor(z_R, 30) * _signed(MIX_1)
     z_R = _shift_xor(z_R, 27) * _signed(MIX_2)

@@ -328,15 +328,12 @@ class VllmEngine:
             whole = await asyncio.to_thread(self._weights.whole, weights)
             async with self._updates.read(whole):
                 try:
-                    pause_s = await self._updates.swap(version, self._in_hand)
+                    pause_s = await self._updates.swap(version, lambda: len(self._live))
                     self.version = version
                     return pause_s
                 except BaseException as error:
                     self._failed = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")
                     raise self._failed from error
-
-    def _in_hand(self) -> int:
-        return len(self._live)
 
     def _on_step(self, preempted: int) -> None:
         latest = [report.latest for report in self._reports]

@@ -2,9 +2,8 @@
 
 A LoRA adapter (Hu et al. 2021, arXiv 2106.09685) adds to the weight W of a linear layer the product of two thin
 matrices, W' = W + (alpha/dim)·B·A, and only A and B are trained. The learner publishes A and B alone; every sampler has
-W from the same `policy.model_name`. Names are those of peft's adapter files, so that `PeftModel.from_pretrained` and
-other engines can read the published tensors. Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank
-(`dim`).
+W from the same `policy.model_name`. Names are those of peft's adapter files, so that peft and other engines can read
+the published tensors. Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank (`dim`).
 """
 
 from __future__ import annotations

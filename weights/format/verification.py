@@ -72,8 +72,7 @@ def verify(
 ) -> int:
     """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums; return the compared bytes.
     Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN
-    or infinite elements. With `digests` False only the numbers are checked, because the checksums were compared
-    already."""
+    or infinite elements. `digests` False: check numbers only, because checksums were compared."""
     check = partial(_verify_piece, flat, manifest.algorithm, digests, chunk_bytes)
     with ThreadPoolExecutor(num_threads, "paceline-checksums") as threads:
         for _ in threads.map(check, pieces):

@@ -2,8 +2,7 @@
 
 The promise: until `close`, a relay runs or is being started: one that dies, or is silent for `SILENCE_S`, is replaced.
 Then `on_connected` is called again, and has to repeat everything that a relay must know. A relay outlives the process
-that started it and ends with its last client. One thread connects, receives and calls the three callbacks; any thread
-may send.
+that started it and ends with its last client. One thread connects, receives and calls back; any thread may send.
 """
 
 from __future__ import annotations

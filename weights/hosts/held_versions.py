@@ -1,11 +1,10 @@
 """The versions that a host holds in segments of shared memory: one is passed on and loaded while the next one arrives.
 
 Pieces arrive in any order, each verified before it is noted here; threads that pass the version on wait for the next
-piece (`HeldVersion.next_piece`). The promise: a segment is written only while no engine of the host reads it, according
-to the kernel's file locks. Readers on other hosts do not keep a version: of two segments that other hosts read, the
-older one is overwritten, and its readers are told that it is gone. Staging waits for nobody: if engines read both
-segments, a third one is made, and dropped later. One condition guards all state; waiting threads are woken at every
-change.
+piece. The promise: a segment is written only while no engine of the host reads it, according to the kernel's file
+locks. Readers on other hosts do not keep a version: of two segments that other hosts read, the older one is
+overwritten, and its readers are told that it is gone. Staging waits for nobody: if engines read both segments, a third
+one is made, and dropped later. One condition guards all state; waiting threads are woken at every change.
 """
 
 from __future__ import annotations

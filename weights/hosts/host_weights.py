@@ -90,8 +90,7 @@ State = Literal["received", "compared", "verified"]
 
 
 class HostWeights(Mapping[str, "torch.Tensor"]):
-    """The tensors of `manifest` in `generation` of `segment`. An engine loads them once `verified`, after the missing
-    checks."""
+    """The tensors of `manifest` in `generation` of `segment`. Engines do the missing checks, then load."""
 
     def __init__(
         self, segment: HostSegment, generation: int, manifest: WeightManifest, state: State = "received"

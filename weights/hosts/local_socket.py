@@ -2,8 +2,7 @@
 
 The socket is abstract: it belongs to a network namespace, so the containers of a pod share it, it leaves nothing in a
 file system, and binding it decides which of several relays that start at once remains. `PACELINE_AGENT_DIR` names a
-shared folder for containers that share a relay but no network namespace. Both sides accept only processes of their own
-user.
+folder for containers that share a relay but no network namespace. Both sides accept only their own user's processes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ skipped it keeps sending signs of life. Upstreams may change at any time: a stre
 ones at once, because two hosts that swapped positions would otherwise wait for each other; one that receives continues.
 
 The promise: only bytes with the digest that the control plane vouches for are noted as present, and `run`, called by
-one thread, ends: with the version; when a newer one is wanted and this one is gone everywhere or stalls; or after
-`close`.
+one thread, ends: with the version; when a newer one is wanted and this one is gone or stalls; or after `close`.
 """
 
 from __future__ import annotations

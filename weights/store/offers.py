@@ -2,9 +2,8 @@
 
 A member costs only an offer and its answer: it reads at its pace, and may skip versions. An offer without an answer is
 repeated after `max_wait_s` of silence, which is harmless: a member that is reading goes on, and one that holds the
-version says so. An offer that was refused is repeated after a growing pause. One thread waits for a new version, an
-answer, a change of members, or the time of the next offer. No other thread waits for it. One condition guards the
-state.
+version says so. A refused offer is repeated after a growing pause. One thread waits for a new version, an answer, a
+change of members, or the time of the next offer. No other thread waits for it. One condition guards the state.
 """
 
 from __future__ import annotations

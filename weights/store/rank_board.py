@@ -16,8 +16,7 @@ POLL_S = 0.5
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """Longest attempt to reach the rendezvous, and longest wait for its answer. Never short: before it connects, torch asks
 the resolver for the host's name (`getnameinfo` in c10d's socket.cpp), also for a numeric address and within the same
-time-out. One lost answer of a name server takes 5 s (resolv.conf(5), `timeout`), and every connection with a wait of
-at most that failed."""
+time-out. One lost answer of a name server takes 5 s (resolv.conf(5), `timeout`), and every shorter wait failed."""
 
 
 class RankBoard:

@@ -192,8 +192,7 @@ class StoreReader:
         return data
 
     def _parts(self, manifest: StoredVersion, held: HeldWeights) -> Iterator[tuple[int, list[Chunk]]]:
-        """Yield each part's rank and chunks; add the checksums of all chunks, and a snapshot's layouts, to `held`.
-        Raises the errors of `_whole`."""
+        """Yield each part's rank and chunks; add all checksums and a snapshot's layouts to `held`. Raises as `_whole`."""
         if manifest.kind == "delta" and len(manifest.parts) != len(held.layouts):
             raise WireError(f"a delta has {len(manifest.parts)} parts, but its snapshot has {len(held.layouts)}")
         waiting: deque[Future[tuple[PartHead, Buffer]]] = deque()
@@ -224,7 +223,8 @@ class StoreReader:
             raise WireError(f"{stored.name} says that it is {actual}, but its manifest says {expected}")
         if manifest.kind == "anchor":
             layout = header.layout(held.plans)
-            held.add_rank(layout, [""] * len(layout.chunks))
+            held.layouts.append(layout)
+            held.checksums.append([""] * len(layout.chunks))
         layout = held.layouts[rank]
         notes = header.notes_for(layout)
         for note in notes:
@@ -314,11 +314,6 @@ class HeldWeights:
                 self._bits[entry.name] = run.view(f"u{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape or 1)
         self.layouts: list[RankLayout] = []
         self.checksums: list[list[str]] = []
-
-    def add_rank(self, layout: RankLayout, checksums: list[str]) -> None:
-        """Add the next rank's layout; its chunks are written afterwards."""
-        self.layouts.append(layout)
-        self.checksums.append(checksums)
 
     def read(self, rank: int, chunk: int) -> tuple[Bits, bool]:
         """Return ([N] the bits of a chunk, true if they are the held memory itself, not a copy)."""

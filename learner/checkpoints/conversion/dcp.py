@@ -1,8 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), written and read a block at a time, in one process.
 
 Promise: torch's own loaders read the written files, at any sharding. Reading decodes only classes of checkpoint
-metadata, so files of unknown origin run no code. Memory holds one block of a written file, and twice the largest chunk
-of a read one.
+metadata, so files of unknown origin run no code. Memory holds one block to write, and twice the largest chunk to read.
 """
 
 from __future__ import annotations

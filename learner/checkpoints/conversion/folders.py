@@ -1,5 +1,4 @@
-"""`paceline convert`: converts model folders to and from checkpoints of torch.distributed.checkpoint, or changes
-weights.
+"""`paceline convert`: converts model folders to and from checkpoints of torch.distributed.checkpoint.
 
 Promise: names and layouts of the weights stay, and their bits too without another type or an adapter; the result
 appears whole or not at all; peak memory does not grow with the model, unless it is quantized.
@@ -56,8 +55,7 @@ def to_dcp(
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Write the weights of a model folder as a checkpoint, with its config and tokenizer. `dtype` None keeps the types;
-    a LoRA adapter in peft's folder is merged. Raises Conflict (`destination` exists), InvalidInput (damaged or
-    foreign), Unreadable."""
+    a LoRA adapter in peft's folder is merged. Raises Conflict if `destination` exists, InvalidInput, Unreadable."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
@@ -197,8 +195,7 @@ def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folde
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy all files but weights; set the new type in the config. Raises InvalidInput if the copied tokenizer differs
-    from the source's."""
+    """Copy all files but weights; set the config's new type. Raises InvalidInput if the tokenizer's copy differs."""
     copy_other_files(source, folder)
     if dtype is not None:
         path = folder / CONFIG
