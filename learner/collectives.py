@@ -65,7 +65,7 @@ def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
 
 
 def rows_of_all_ranks(local_RK: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of all ranks, by rank, and this rank's first row. Ranks may have any number of rows."""
+    """Return the rows of all ranks, by rank, and the index of this rank's first row. Ranks may have any number of rows."""
     parts = _parts_of_all_ranks(local_RK)
     return torch.cat(parts), 0 if len(parts) == 1 else sum(map(len, parts[: dist.get_rank()]))
 
@@ -85,7 +85,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return the `data` of all ranks, by rank, on each one. `group` (None: the default) must take CPU tensors."""
+    """Return every rank's `data`, by rank, on each rank. `group` (None: the default) must take CPU tensors."""
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     return [part.numpy().tobytes() for part in _parts_of_all_ranks(local, group)]
 

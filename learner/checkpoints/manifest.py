@@ -50,7 +50,7 @@ class CheckpointManifest(BaseModel):
     """Compute threads of rank 0; with another number the continuation is not bit-identical."""
     torch_version: str
     extra: dict[str, Any] = {}
-    """Maps names of callers' facts to the facts. `audit` is the newest record of the coordinator's audit log."""
+    """Maps the name of a caller's fact to the fact. `audit` is the newest record of the coordinator's audit log."""
     files: tuple[CheckpointFile, ...]
 
 

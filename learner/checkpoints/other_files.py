@@ -42,7 +42,7 @@ PROBES = (
 
 
 def copy_other_files(source: Path, folder: Path, left_out: Collection[str] = ()) -> None:
-    """Copy a model folder's files but weights and `left_out`, and a tokenizer's folder: others may belong to a run."""
+    """Copy the files of a model folder, and a tokenizer's subfolder, but not weights, `left_out` or other folders."""
     for path in sorted(source.iterdir()):
         if path.name in ABOUT_WEIGHTS or path.name in left_out or path.name.startswith("."):
             continue

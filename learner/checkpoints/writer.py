@@ -51,7 +51,7 @@ class CheckpointWriter:
         self._started_s = 0.0
         self._pinned: BlockingAsyncStager | None = None
         self.extra: dict[str, Any] = {}
-        """Maps names of facts to the facts, for the manifests of checkpoints that begin later."""
+        """Maps the name of a fact to the fact, for the manifests of checkpoints that begin later."""
         self.step = -1
         self.seconds = 0.0
         """Seconds that the newest finished checkpoint took from `begin` to its manifest."""
@@ -99,8 +99,8 @@ class CheckpointWriter:
         return self._pinned is not None and self._pinned.state_dict_cache is not None
 
     def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Return a copy in host memory. A GPU's state goes to pinned memory, fast to copy to but slow to allocate, so
-        it is kept for the next checkpoint, which begins only after this one is written."""
+        """Return a copy in host memory. A GPU's state goes to pinned memory, fast to copy to but slow to allocate: that
+        memory is kept for the next checkpoint, which begins only after this one is written."""
         if on_gpu(model):
             self._pinned = self._pinned or BlockingAsyncStager(cache_staged_state_dict=True)
             try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""cuBLAS repeats its sums only with this separate workspace for each stream, read at the first product."""
+"""Separate workspace for each stream, without which cuBLAS does not repeat sums; read at the first product."""
 
 
 def reserve_workspace() -> None:

@@ -65,7 +65,7 @@ class Critic:
     def accumulate(self, update: Update, micro: MicroBatch, scale: float, *, is_last: bool) -> None:
         """Run one micro-batch forward and backward: the value loss is `scale` times the mean over scored tokens."""
         states = micro.states
-        assert states is not None, "`with_states` was not called"
+        assert states is not None, "call `with_states` before `accumulate`"
         set_gradient_sync(self.model, self._device, is_last)
         values_N = self._values(states.packed)[states.before_token_M]
         if micro.is_dummy:

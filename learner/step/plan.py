@@ -93,7 +93,7 @@ EVEN_COST_TOKENS = 32_768
 """An update with a sequence of at least this many tokens, where attention is about two fifths of the cost (8B
 parameters), is packed by cost, if ROOM_FOR_EVEN_COST allows it."""
 ROOM_FOR_EVEN_COST = 1.5
-"""Packing by cost pays if the budget is this many times the longest sequence (docs/operate/performance.md)."""
+"""Least ratio of budget to longest sequence at which packing by cost pays (docs/operate/performance.md)."""
 
 
 def plan_updates(

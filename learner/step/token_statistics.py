@@ -100,7 +100,7 @@ class SamplerComparison:
         self._noted: dict[int, tuple[PackedBatch, Tensor]] = {}
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor) -> None:
-        """Keep log-probabilities under the step's first weights of chosen groups, ignoring repetitions."""
+        """Keep the chosen groups' log-probabilities under the step's first weights; ignore repetitions."""
         if packed.behaviour_N is not None and self._group_ids.intersection(packed.group_ids_S):
             self._noted.setdefault(id(packed), (packed, logprobs_N.detach()))
 

@@ -30,7 +30,7 @@ class WeightChannel:
         """Write the newest version in full, if the channel uses the object store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """Set the receiving members, and return at once; those in `by_host` have a relay on their host."""
+        """Set the members that receive versions, and return at once; hosts of those in `by_host` have relays."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Process a member's answer to an offer."""

@@ -188,7 +188,7 @@ class DecodeBatch:
         self._append(state.logits_V.expand(end - first, -1), first, end)
 
     def _place(self, sequences: list[RunningSequence]) -> tuple[int, int, int]:
-        """Write new sequences' tokens and parameters to the next slots; return (first slot, end, longest tokens)."""
+        """Write new sequences' tokens and parameters to the next slots; return (first slot, end, longest length)."""
         first, end = len(self.sequences), len(self.sequences) + len(sequences)
         token_ids = [sequence.given_ids() for sequence in sequences]
         longest = max(map(len, token_ids))
@@ -269,8 +269,8 @@ class DecodeBatch:
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index; return their completions with the finish reason `reason`, without one `stop` or
-        `length`, depending on the last token and on stop strings."""
+        """Remove sequences by index; return their completions with the finish reason `reason`; without `reason`, with
+        `stop` or `length`, by the last token and the stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -384,8 +384,8 @@ class PromptState:
 
 
 class PromptCache:
-    """Cache of recent prompts' keys, values and next-token logits under the current weights, by the bytes of their
-    token ids, at most `max_bytes` in total; 0 keeps none."""
+    """Cache of recent prompts' keys, values and next-token logits under the current weights, keyed by the bytes of
+    their token ids; at most `max_bytes` in total, 0 keeps none."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes

@@ -24,7 +24,7 @@ class EngineThread:
 
     def __init__(self, live: Callable[[], Coroutine[Any, Any, None]], at_end: Callable[[], object]) -> None:
         self.started: Future[None] = Future()
-        """Completed by `live`; fails with Unavailable or EngineDied if the engine was closed or died before."""
+        """Future that `live` completes; fails with Unavailable or EngineDied if the engine ended before."""
         self.ended: Future[None] = Future()
         self.error: BaseException | None = None
         self.closing = False

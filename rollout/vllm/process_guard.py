@@ -64,7 +64,7 @@ class ProcessGuard:
         guard.wait()  # the guard itself continues as a separate process
 
     def started(self) -> None:
-        """Report that all processes have started; return once the guard, now slower, has noted their shared memory."""
+        """Report that all processes run; return once the guard, then less busy, has noted their shared memory."""
         self._owner.write(b"s")
         self._owner.flush()
         ready, _, _ = select.select([self._end], [], [], KILL_S)

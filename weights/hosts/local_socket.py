@@ -166,6 +166,6 @@ def _listen_in_folder(listener: socket.socket, name: str) -> None:
             listener.listen(BACKLOG)
             os.rename(new, name)  # the name appears only when it accepts connections
         else:
-            raise OSError(errno.EADDRINUSE, "a relay listens there")
+            raise OSError(errno.EADDRINUSE, f"another relay listens at {name}")
         finally:
             probe.close()

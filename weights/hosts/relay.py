@@ -331,7 +331,7 @@ class _Client:
         held = self._relay.versions.begin(self._layout, version, staged=True, wait_s=0.0)
         if held is None:
             refusal = host_agent_pb2.AgentRefusal(
-                message=f"there is no memory for version {version.step}", version=version_message(version)
+                message=f"this host's relay has no memory for version {version.step}", version=version_message(version)
             )
             self.connection.send(host_agent_pb2.AgentReply(refusal=refusal))
             return

@@ -166,7 +166,7 @@ class HostSegment:
     def publish(self, bucket: int, digest: bytes) -> None:
         """Tell readers that the bytes of `bucket` are complete and have this digest (1 to 32 bytes)."""
         if not 0 <= bucket < self.num_buckets or not 0 < len(digest) <= MAX_DIGEST_BYTES:
-            raise ValueError(f"bucket {bucket} of {self.num_buckets} with a digest of {len(digest)} bytes")
+            raise ValueError(f"bucket {bucket} of {self.num_buckets} cannot have a digest of {len(digest)} bytes")
         at = self._table + bucket * ENTRY.size
         # The generation comes last, because it makes the entry valid.
         self._memory[at + 8 : at + ENTRY.size] = ENTRY.pack(0, len(digest), digest)[8:]

@@ -44,7 +44,7 @@ from paceline.learner.checkpoints.state_files import state_reader
 from paceline.learner.weights.gather import unwrapped
 
 KEY = "model"
-"""Name of the state dict's entry to which trainers give the weights."""
+"""Name that trainers give to the state dict's entry with the weights."""
 KEYS_SHOWN = 8
 Chunk = Callable[[str, tuple[int, ...], Tensor], None]
 """Takes a tensor's name, the offset along each axis, and the values of a part."""

@@ -54,8 +54,8 @@ def to_dcp(
     adapter: Path | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
-    """Write the weights of a model folder as a checkpoint, with its config and tokenizer. `dtype` None keeps the types;
-    a LoRA adapter in peft's folder is merged. Raises Conflict if `destination` exists, InvalidInput, Unreadable."""
+    """Write a model folder's weights as a checkpoint, with config and tokenizer. `dtype` None keeps types; a LoRA
+    adapter in peft's folder is merged. Raises Conflict if it exists, InvalidInput if damaged or foreign, Unreadable."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,

@@ -47,7 +47,7 @@ WITHOUT_EFFECT = frozenset(
     | {"layers_pattern", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"}
     | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
 )
-"""Settings of peft of any value: they act only in training, or the scaling and the files' names include them."""
+"""Settings of peft that may have any value: they act only in training, or scaling and file names include them."""
 OFF: Sequence[Any] = (None, False, "", [], {})
 """Values that switch any other setting of peft off."""
 
