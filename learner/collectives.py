@@ -65,7 +65,7 @@ def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
 
 
 def rows_of_all_ranks(local_RK: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of all ranks, by rank, and the index of this rank's first row. Ranks may have any number of rows."""
+    """Return all ranks' rows, by rank, and the index of this rank's first row. Ranks may have any number of rows."""
     parts = _parts_of_all_ranks(local_RK)
     return torch.cat(parts), 0 if len(parts) == 1 else sum(map(len, parts[: dist.get_rank()]))
 

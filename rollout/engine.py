@@ -118,9 +118,8 @@ class GenerationRequest:
     prefix: Completion | None = None
     """An unfinished completion that a worker has returned; generation continues from its end."""
     on_progress: Callable[[Completion], None] | None = None
-    """Function called with the tokens sampled so far, as an abort returns them, whenever new ones are sampled:
-    on the caller's loop, in order, never after `generate` has returned. The last tokens may come only with the
-    result."""
+    """Function called with the tokens so far, as an abort returns them, whenever new ones are sampled: on the caller's
+    loop, in order, never after `generate` has returned. The last tokens may come only with the result."""
     stop: StopStrings | None = None
     """Strings that end the completion, besides the stop tokens."""
 

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class ExampleEncoder:
-    """The tokenizer with a run's settings. Methods raise InvalidInput for a text too long or refused by the template."""
+    """The tokenizer with a run's settings. Methods raise InvalidInput for a text that is too long or refused."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

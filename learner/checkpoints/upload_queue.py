@@ -219,7 +219,7 @@ def _remove(queued: Queued) -> None:
 
 
 def _empty_spool(store: Folder, rank: int) -> Path:
-    """Return this rank's folder in the spool, empty: steps after the newest checkpoint in the store are trained again."""
+    """Return this rank's emptied folder in the spool: steps after the store's newest checkpoint are trained again."""
     digest = hashlib.sha256(store.url.encode()).hexdigest()[:16]
     folder = spool_folder() / "checkpoints" / digest / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)

@@ -109,7 +109,7 @@ class Objective(ABC):
     def samples(
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
-        """Return the samples of a data set's row, with `number` as group id; `reference_S`: precomputed Σ_t log π_ref."""
+        """Return the samples of a data set's row, `number` as group id; `reference_S`: precomputed Σ_t log π_ref."""
         raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
 
     def mismatched_sample(

@@ -36,7 +36,7 @@ class WeightChannel:
         """Process a member's answer to an offer."""
 
     def progress(self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False) -> None:
-        """Note that a member still works on a version: it has `received_bytes`, or (`loading`) its engine loads them."""
+        """Note that a member still works on a version: it has `received_bytes`, or its engine is `loading` them."""
 
     def interrupt(self, reason: str) -> None:
         """Repeat the offers that may be unanswered, because messages were lost while the control plane was away."""

@@ -6,7 +6,8 @@ sequence and reads back one flag per sequence. Promise: a sequence's tokens are 
 
 The last token of a sequence has no keys and values yet, because it is the input of the next step. So the cache holds
 `total` - 1 positions, and only those are computed again after a change of weights. Requests with equal tokens, such as
-the completions of one group, share one prefill pass even if they join at different times (`PromptCache`, cleared with new weights).
+the completions of one group, share one prefill pass even if they join at different times (`PromptCache`, cleared with
+new weights).
 
 Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V
 vocabulary, H key-value heads, D head size.
@@ -329,7 +330,7 @@ class DecodeBatch:
         self._penalises |= any(p.repetition_penalty != 1 for p in params)
 
     def _recompute(self, start: int, stop: int) -> None:
-        """Compute keys and values of sequences [start, stop) again with new weights, except those of their last tokens."""
+        """Compute keys and values of sequences [start, stop) again with new weights, but not of their last tokens."""
         for sequence in self.sequences[start:stop]:
             sequence.computed_at = self._changes
         longest = self._longest - 1

@@ -165,7 +165,7 @@ class SegmentReader:
         """Number of bytes that this worker loads of a version; 0 before the first."""
 
     def read(self, order: ReadOrder, take: Callable[[ReadWeights], None]) -> None:
-        """Map and verify, call `take`, then write the receipt (proof that `take` returned). Writes and raises errors."""
+        """Map and verify, call `take`, then write the receipt (`take` has returned). Writes and raises an error."""
         try:
             manifest = WeightManifest.from_bytes(order.manifest)
             segment = self._segment(order.segment)

@@ -59,7 +59,7 @@ def bucket_bytes_for(total_bytes: int) -> int:
 
 
 def joined(owned: Iterable[Owned]) -> tuple[Owned, ...]:
-    """Return the ranges in order, with neighbours of one source joined. Alignment gaps belong to the range before them."""
+    """Return the ranges in order, neighbours of one source joined. Alignment gaps belong to the range before."""
     whole: list[Owned] = []
     for source_range in sorted(owned):
         if whole and whole[-1].source == source_range.source and source_range.begin - whole[-1].end < ALIGNMENT_BYTES:

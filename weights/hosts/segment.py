@@ -84,7 +84,7 @@ class HostSegment:
 
     @classmethod
     def attach(cls, fd: int) -> HostSegment:
-        """Map a segment that another process made; `fd` stays the caller's. Raises Unavailable if `fd` is no segment."""
+        """Map a segment of another process; `fd` stays the caller's. Raises Unavailable if `fd` is no segment."""
         # Opened again, because a lock belongs to its opening, and a passed descriptor shares the sender's.
         return cls._map(f"/proc/self/fd/{fd}")
 

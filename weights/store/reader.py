@@ -192,7 +192,7 @@ class StoreReader:
         return data
 
     def _parts(self, manifest: StoredVersion, held: HeldWeights) -> Iterator[tuple[int, list[Chunk]]]:
-        """Yield each part's rank and chunks; add all checksums and a snapshot's layouts to `held`. Raises as `_whole`."""
+        """Yield each part's rank and chunks; add checksums and a snapshot's layouts to `held`. Raises as `_whole`."""
         if manifest.kind == "delta" and len(manifest.parts) != len(held.layouts):
             raise WireError(f"a delta has {len(manifest.parts)} parts, but its snapshot has {len(held.layouts)}")
         waiting: deque[Future[tuple[PartHead, Buffer]]] = deque()

@@ -108,7 +108,7 @@ class StoredVersion:
 
 
 def run_store(url: str | None, run_id: str, directory: str) -> str:
-    """Return the URL of a run's stored weights: below `url` (`weights.store`), which runs may share, or in `directory`."""
+    """Return the URL of a run's stored weights: below `url` (`weights.store`, maybe shared), or in `directory`."""
     return f"{url.rstrip('/')}/{run_id}" if url else f"{directory.rstrip('/')}/weights"
 
 
