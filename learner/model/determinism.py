@@ -17,7 +17,7 @@ def reserve_workspace() -> None:
 
 
 def use_deterministic_operations(enabled: bool) -> None:
-    """Set whether this process uses deterministic operations; an operation that has none runs with a warning."""
+    """Set whether this process's operations are deterministic; one without such a version runs with a warning."""
     torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = enabled
