@@ -2,10 +2,8 @@
 subtracted if the spec says so. Also PPO's mathematics: generalised advantage estimation and the clipped value loss.
 
 Promise: the result depends only on the global batch, not on how ranks, updates or micro-batches split it; sequences
-without a reward stay outside every statistic and get 0.
-
-Suffixes: S sequences (of the global batch, for `gae` of a micro-batch), F reward functions, N active tokens, T tokens
-of the longest.
+without a reward stay outside every statistic and get 0. Suffixes: S sequences (of the global batch, for `gae` of a
+micro-batch), F reward functions, N active tokens, T tokens of the longest.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ MIN_VARIANCE = 1e-8
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Holds the rewards of the global batch, from which its advantages are computed."""
+    """Holds the rewards of the global batch."""
 
     group_ids_S: npt.NDArray[np.int64]
     rewards_SF: Float64Array
@@ -130,7 +128,7 @@ def _moments(values: list[Tensor], device: torch.device, mean: float, power: int
 
 
 def _sums_to_the_end(values_N: Tensor, sequence_N: Tensor) -> Tensor:
-    """Return [N]: for each token, the sum of the values from this token to the end of its sequence."""
+    """Return [N]: the sum of the values from each token to the end of its sequence."""
     backwards_N = values_N.double().flip(0).cumsum(0).flip(0)
     # The cumulative sum right after the sequence's last token is the part of later sequences.
     ends_N = torch.searchsorted(sequence_N, sequence_N, right=True)
@@ -175,8 +173,8 @@ def gae(
 def value_losses(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, cliprange: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N] ½·max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²), [N] True if the bound removed the gradient).
-    This is PPO's value loss with clipping (Schulman et al. 2017's code; TRL, NeMo RL); without a bound ½(V - R)²."""
+    """Return ([N] ½·max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²), [N] True if the bound removed the gradient):
+    PPO's value loss with clipping (Schulman et al. 2017's code; TRL, NeMo RL); without a bound ½(V - R)²."""
     squares_N = (values_N - returns_N).square()
     if cliprange is None:
         return squares_N / 2, torch.zeros_like(squares_N, dtype=torch.bool)

@@ -1,5 +1,4 @@
-"""Small collectives of a training step over the default process group. Without a group they return the single rank's
-values.
+"""Small collectives of a training step over the default process group; without a group, of the single rank's values.
 
 Promise: only tensors travel (object collectives pickle), and every rank returns the same values.
 """
@@ -45,9 +44,8 @@ class FailedElsewhere(PacelineError):
 
 
 def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
-    """Run this rank's `work`, which contains no collective, and return when every rank has run its own. Raises the
-    error of `work` on the ranks where it failed, and FailedElsewhere on the others, so that no rank waits in a
-    collective alone."""
+    """Run `work`, which contains no collective; return when every rank has done so. Raises the error of `work` on ranks
+    where it failed, and FailedElsewhere on the others, so that no rank waits in a collective alone."""
     error: Exception | None = None
     try:
         work()
@@ -67,8 +65,7 @@ def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
 
 
 def rows_of_all_ranks(local_RK: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of all ranks, in order of rank, and the index of this rank's first row. Ranks may have any number
-    of rows."""
+    """Return all ranks' rows, by rank, and the index of this rank's first row. Ranks may have any number of rows."""
     parts = _parts_of_all_ranks(local_RK)
     return torch.cat(parts), 0 if len(parts) == 1 else sum(map(len, parts[: dist.get_rank()]))
 
@@ -88,7 +85,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's `data` on every rank, in order of rank. `group` (None: the default) must take CPU tensors."""
+    """Return every rank's `data`, by rank, on each rank. `group` (None: the default) must take CPU tensors."""
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     return [part.numpy().tobytes() for part in _parts_of_all_ranks(local, group)]
 

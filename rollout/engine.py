@@ -77,8 +77,7 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, params: common_pb2.SamplingParams, run: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters of a lease. `params`, the lease's message, sets all its fields; the other
-        parameters come from `run`."""
+        """Return a lease's parameters: all fields of its message `params`, the other parameters from `run`."""
         return replace(
             run,
             max_new_tokens=params.max_new_tokens,
@@ -91,8 +90,8 @@ class SamplingParams:
 
     @classmethod
     def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
-        """Return the parameters of a caller's request. If its length, temperature or stop ids are zero or unset, they
-        come from `default`. So does every parameter that a request cannot set."""
+        """Return the parameters of a caller's request; zero or unset lengths, temperatures and stop ids, and every
+        parameter that a request cannot set, come from `default`."""
         return replace(
             default,
             max_new_tokens=params.max_new_tokens or default.max_new_tokens,
@@ -119,9 +118,8 @@ class GenerationRequest:
     prefix: Completion | None = None
     """An unfinished completion that a worker has returned; generation continues from its end."""
     on_progress: Callable[[Completion], None] | None = None
-    """Function that is called whenever new tokens are sampled, with the tokens sampled so far in the form that an abort
-    returns. The calls are made on the caller's loop, in order, and never after `generate` has returned a result. The
-    last tokens may come only with the result."""
+    """Function called with the tokens so far, as an abort returns them, whenever new ones are sampled: on the caller's
+    loop, in order, never after `generate` has returned. The last tokens may come only with the result."""
     stop: StopStrings | None = None
     """Strings that end the completion, besides the stop tokens."""
 
@@ -155,8 +153,8 @@ class PromptLogprobs:
     top_ids: IntArray
     """[P] id of the likeliest token at each position; -1 at the first."""
     top_logprobs: FloatArray
-    """[P] log-probability of the likeliest token, equal to `logprobs` if the given token is as likely; NaN at the
-    first."""
+    """[P] log-probability of the likeliest token, as in `logprobs` if the given token is as likely; NaN at the first.
+    """
     version: Version
     """The version that computed all these log-probabilities."""
 
@@ -185,8 +183,7 @@ class Engine(Protocol):
         """Wait until the engine can take weights. Raises EngineDied if it did not start, Unavailable if closed."""
 
     async def watch(self) -> None:
-        """Wait until the engine is closed. Raises EngineDied as soon as it has died, even if no caller waits for a
-        token."""
+        """Wait until the engine is closed. Raises EngineDied once it has died, even if no caller waits for a token."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Return the completion of `request`, including a prefix, with an empty `text`. Cancelling aborts the request.
@@ -198,28 +195,26 @@ class Engine(Protocol):
         InvalidInput: no tokens, too many, or unknown ones. Raises Unavailable and EngineDied like `generate`."""
 
     def abort(self, request_id: str) -> None:
-        """Make `generate` of this request return the tokens sampled so far, with finish_reason `abort`. An unknown id
-        is ignored."""
+        """Make this request's `generate` return its tokens so far, with finish_reason `abort`. Ignores unknown ids."""
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
         """Put `weights` in use as `version`, between two decode steps. Names are those of the model's state_dict. If
         the run trains an adapter (policy.lora_cfg), only the adapter comes, with the names of
         `paceline.weights.format.lora_names`. Weights in a segment of host memory (`HostWeights`) are mapped and
-        loaded from there.
+        loaded from there. Return the seconds in which no token was sampled because of it. The tensors must not
+        change before it returns. A cancelled call may still take effect, which `version` shows.
 
-        Return the seconds in which no token was sampled because of it. The tensors must not change before it returns. A
-        cancelled call may still take effect, which `version` shows.
         Raises InvalidInput: a name is missing or unknown, a shape is wrong, an element is not finite. Raises WireError:
         bytes of `HostWeights` are not the sender's. The old weights stay in use.
         """
 
     async def close(self) -> None:
-        """End the engine. Each unfinished request returns the tokens sampled so far, with finish_reason `abort`."""
+        """End the engine. Unfinished requests return the tokens sampled so far, with finish_reason `abort`."""
 
 
 def check_prompt_length(num_tokens: int, max_tokens: int) -> None:
-    """Raise InvalidInput for a prompt without tokens, and PromptTooLong for one that leaves no room for a completion,
-    because both together have at most `max_tokens`."""
+    """Raise InvalidInput for a prompt without tokens, and PromptTooLong for one that leaves no room for a completion
+    within the `max_tokens` of both together."""
     if not 0 < num_tokens < max_tokens:
         raise (PromptTooLong if num_tokens else InvalidInput)(
             f"the prompt has {num_tokens} tokens, must have 1 to {max_tokens - 1}: "

@@ -1,8 +1,6 @@
-"""Stop strings: a completion ends with the token that completes one of them.
-
-Promise: tokens and log-probabilities are exact up to there, because the engine samples nothing after that token; the
-text ends with the stop string, even if the token has further characters.
-"""
+"""Stop strings: a completion ends with the token that completes one of them. Promise: tokens and log-probabilities are
+exact up to there, because the engine samples nothing after that token; the text ends with the stop string, even if
+the token has further characters."""
 
 from __future__ import annotations
 
@@ -36,17 +34,15 @@ class StopStrings:
         return cls(strings, partial(text_of, tokenizer), decode_all) if strings else None
 
     def scanner(self, min_tokens: int = 0, prefix: Completion | None = None) -> StopScanner:
-        """Return the scanner of one completion that begins with the tokens of `prefix`. A string that is complete
-        before `min_tokens` tokens ends nothing."""
+        """Return a scanner after `prefix`. Strings that are complete before `min_tokens` tokens end nothing."""
         scanner = StopScanner(self.strings, self._decode_all, min_tokens)
         if prefix is not None:
             scanner.push(prefix.token_ids.tolist())
         return scanner
 
     def end(self, token_ids: IntArray) -> str | None:
-        """Return the text of a completion, up to and including the stop string that the last token completes; None if
-        the last token completes no stop string. A stop string with a special token of the chat is not text, so the text
-        ends before it."""
+        """Return a completion's text, up to and including the stop string that the last token completes (None if there
+        is none). A stop string with a special token of the chat is not text, so the text ends before it."""
         ids = token_ids.tolist()
         for decode in (self._decode, self._decode_all):
             text, before = decode(ids), len(decode(ids[:-1]).rstrip(UNFINISHED))
@@ -66,9 +62,8 @@ class StopScanner:
 
     def __init__(self, strings: tuple[str, ...], decode: Decode, min_tokens: int) -> None:
         self.num_tokens = 0
-        """Number of scanned tokens; once a stop string is complete, none are added."""
+        """Number of scanned tokens, up to the one that completes a stop string."""
         self.stopped = False
-        """True once a stop string is complete."""
         self._strings, self._decode, self._min_tokens = strings, decode, min_tokens
         self._overlap = max(map(len, strings)) - 1
         self._window: list[int] = []

@@ -1,8 +1,6 @@
-"""Reads the facts about a model that an engine needs before it has weights: tensor names and shapes, limits, end
-tokens.
+"""Reads the facts about a model that an engine needs before it has weights: names and shapes, limits, end tokens.
 
-Both engines check new weights by the same rules, so that both accept the same weights.
-`AdapterSlot` merges an adapter into its base whenever a new one comes.
+Both engines check new weights by these rules, so that both accept the same weights.
 """
 
 from __future__ import annotations
@@ -50,11 +48,9 @@ class WeightLayout:
         return cls(shapes, list(groups.values()), type(module).__name__, vocab_size)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise InvalidInput if `weights` do not fit: an unknown or missing name, a wrong shape, a NaN.
-
-        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal.
-        `HostWeights` are not checked for NaN here, because their verification does that.
-        """
+        """Raise InvalidInput if `weights` do not fit: an unknown or missing name, a wrong shape, a NaN. Of names that
+        share one tensor (tied embeddings) any may be left out; those that come must be equal. `HostWeights` are not
+        checked for NaN here, because their verification does that."""
         _refuse("unknown weights", [name for name in weights if name not in self.shapes])
         _refuse(
             "missing weights",
@@ -88,12 +84,11 @@ class WeightLayout:
 
 
 def meta_layout(config: PreTrainedConfig) -> WeightLayout:
-    """Return the layout of the model that `config` describes, without allocating memory for it."""
+    """Return the layout of the model that `config` describes, without memory for weights."""
     return WeightLayout.of(skeleton(AutoModelForCausalLM, config))
 
 
 def read_config(policy: PolicySection) -> PreTrainedConfig:
-    """Return the config of `policy.model_name`."""
     config: PreTrainedConfig = AutoConfig.from_pretrained(model_source(policy.model_name))
     return config
 
@@ -107,14 +102,12 @@ def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
 
 
 def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
-    """Return the dtype of the engine's weights, from policy.generation_precision."""
     dtype: torch.dtype = getattr(torch, resolved_dtype(policy.generation_precision, torch.device(device).type))
     return dtype
 
 
 def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the model's config, its generation config and the tokenizer, because many
-    chat models name them in only one of these."""
+    """Return the end tokens of config, generation config and tokenizer: many chat models name them in one only."""
     token_ids: set[int] = set()
     sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
     folder = Path(model_source(policy.model_name))
@@ -143,11 +136,9 @@ KEPT = "the old weights stay in use"
 
 class AdapterSlot:
     """The adapter of one model whose base weights are loaded. One thread calls `replace`; `check` may run in another.
-
     Promise: after `replace` every adapted layer has W + (alpha/dim)·B·A, computed from the base as it was loaded and
-    never from an earlier merge, so versions do not affect each other. With a merged adapter a decode step costs as much
-    as without one; merging takes a copy of the adapted layers' weights.
-    """
+    never from an earlier merge, so versions do not affect each other. With a merged adapter a decode step costs as
+    much as without one; merging takes a copy of the adapted layers' weights."""
 
     def __init__(self, module: nn.Module, lora: LoraSection) -> None:
         self._layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}

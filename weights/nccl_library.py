@@ -2,10 +2,8 @@
 
 A communicator is made in non-blocking mode: every call returns at once, and `done` tells whether it has ended or
 failed. So a peer that never comes, or dies, costs a poll with a deadline and an `abort`, and affects no other
-communicator of the process.
-
-Source: NVIDIA, NCCL user guide, "Communicator creation and management functions" and "Fault tolerance"
-(ncclCommInitRankConfig with blocking = 0, ncclCommGetAsyncError, ncclCommAbort).
+communicator of the process. Source: NVIDIA, NCCL user guide, "Communicator creation and management functions" and
+"Fault tolerance" (ncclCommInitRankConfig with blocking = 0, ncclCommGetAsyncError, ncclCommAbort).
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class LoadedNccl:
     """NCCL as installed with torch, or the system's. Handles are opaque. All methods raise Unavailable."""
 
     def __init__(self) -> None:
-        """Load the library. Raises Unavailable if there is none."""
         site = sysconfig.get_paths()["purelib"]
         paths = [*glob.glob(f"{site}/nvidia/nccl/lib/libnccl.so.2"), "libnccl.so.2"]
         for path in paths:
@@ -62,7 +59,7 @@ class LoadedNccl:
         return version.value
 
     def unique_id(self) -> bytes:
-        """Return the id of a new communicator, which both sides need."""
+        """Return the id of a new communicator; both sides need the same one."""
         made = _UniqueId()
         self._check(self._library.ncclGetUniqueId(ctypes.byref(made)))
         return bytes(made)
@@ -90,7 +87,6 @@ class LoadedNccl:
         self._transfer(self._library.ncclSend, communicator, pointer, size_bytes, peer, stream)
 
     def receive(self, communicator: ctypes.c_void_p, pointer: int, size_bytes: int, peer: int, stream: int) -> None:
-        """Enqueue a receive into the bytes at `pointer`."""
         self._transfer(self._library.ncclRecv, communicator, pointer, size_bytes, peer, stream)
 
     def abort(self, communicator: ctypes.c_void_p) -> None:

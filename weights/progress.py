@@ -12,26 +12,22 @@ Failure = Literal["", "link", "silent", "refused"]
 """Reason why a version did not reach a member: the bytes came too late; no answer came; or the member refused it."""
 
 FLOOR_BYTES_PER_S = 20e6
-"""The slowest rate in bytes per second at which a member may check and load a version. A slower member counts as
-faulty, although it reports."""
+"""Slowest rate in bytes per second at which a member may check and load; slower ones count as faulty."""
 
 
 class WeightProgress(NamedTuple):
-    """Progress of a member with a version that it was offered."""
-
     version: Version
     phase: Phase
     received_bytes: int
 
 
 def slowest_s(size_bytes: int) -> float:
-    """Return the seconds that `size_bytes` need at `FLOOR_BYTES_PER_S`."""
     return size_bytes / FLOOR_BYTES_PER_S
 
 
 def longest_s(max_wait_s: float, size_bytes: int) -> float:
-    """Return the longest time that a member may work on `size_bytes` after they arrived, even if it keeps reporting:
-    twenty times the allowed silence plus the time that the bytes need at the slowest rate."""
+    """Return the longest time in seconds that a member may work on `size_bytes` after they arrived, even if it keeps
+    reporting: twenty times the allowed silence plus the time that the bytes need at the slowest rate."""
     return 20 * max_wait_s + slowest_s(size_bytes)
 
 

@@ -22,8 +22,7 @@ Row = dict[str, Any]
 
 
 class ExampleEncoder:
-    """The tokenizer with a run's settings. Every method raises InvalidInput for a text that the chat template refuses
-    or that is longer than the model allows."""
+    """The tokenizer with a run's settings. Methods raise InvalidInput for a text that is too long or refused."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -33,8 +32,7 @@ class ExampleEncoder:
         self._ends = True
 
     def of_row(self, row: Mapping[str, Any]) -> ExampleEncoder:
-        """Return the encoder for a row's texts. The chat template gets the row's tools; a truncated completion gets no
-        end token."""
+        """Return the encoder for a row's texts: the chat template gets its tools; no end token if truncated."""
         tools = tools_of(row)
         if tools is None and is_whole(row):
             return self

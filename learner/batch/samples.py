@@ -1,10 +1,8 @@
 """The training sample, made from groups or examples, and the packed batch of several samples.
 
 Promise: a packed batch has each sequence without its last token, which is only predicted, so no unused value is
-computed.
-
-Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N completion tokens
-and S sequences in it.
+computed. Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N
+completion tokens and S sequences in it.
 """
 
 from __future__ import annotations
@@ -87,8 +85,7 @@ class TrainingSample:
     versions_T: IntArray | None = None
     """[T] step of the version that sampled each token; None for supervised data."""
     rewards_F: FloatArray | None = None
-    """[F] rewards as the functions returned them, NaN for None. `paceline.learner.step.assign_advantages` computes
-    advantages from them."""
+    """[F] rewards as the functions returned them, NaN for None; `assign_advantages` computes advantages from them."""
     trained_T: np.ndarray | None = None
     """[T] True for completion tokens that train; the others are only context. None if all train."""
     label: PreferenceLabel | None = None
@@ -117,17 +114,14 @@ class TrainingSample:
 
     @property
     def is_mismatched(self) -> bool:
-        """True if the completion belongs to another prompt and does not train (`PreferenceLabel.mismatched`)."""
         return self.label is not None and self.label.mismatched
 
     @property
     def num_trained_tokens(self) -> int:
-        """Number of completion tokens that train."""
         return len(self.completion_ids) if self.trained_T is None else int(self.trained_T.sum())
 
     @property
     def num_sample_tokens(self) -> int:
-        """Number of tokens that train in the whole sample."""
         return self.num_trained_tokens if self.transcript is None else self.transcript.sample_tokens
 
     @property
@@ -137,17 +131,15 @@ class TrainingSample:
 
     @property
     def num_row_tokens(self) -> int:
-        """Number of tokens that the sequence takes in a packed row; 0 if it has nothing to train."""
+        """Number of tokens that the sequence takes in a packed row; 0 without trained tokens."""
         return len(self.prompt_ids) + len(self.completion_ids) - 1 if self.num_trained_tokens else 0
 
 
 def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainingSample]:
-    """Return one sample for each completion of scored groups; with an environment one for each transcript.
-
-    With grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a truncated completion stays
-    in the batch without tokens. Raises InvalidInput for a group without rewards or with another number of them than
-    the spec has functions, and for one without log-probabilities of the reference if the reward pool has to serve them.
-    """
+    """Return a sample for each completion of scored groups; with an environment for each transcript. With
+    grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a truncated completion stays
+    in the batch without tokens. Raises InvalidInput for a group without rewards or with another number than the spec
+    has functions, and for one without log-probabilities of the reference if the reward pool serves them."""
     sequences = []
     for group in groups:
         if group.rewards_CF is None or group.rewards_CF.shape != (group.num_samples, len(spec.rewards)):

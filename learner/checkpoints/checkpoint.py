@@ -1,5 +1,4 @@
-"""Checkpoints of the learner: model, optimizer, generators and position. All ranks write one together, and no reader
-accepts an incomplete one.
+"""Checkpoints of the learner: model, optimizer, generators and position, written by all ranks together.
 
 A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
 of every other file; a folder without it is torn, and no reader accepts it. Each rank lists the files that it wrote, and
@@ -7,10 +6,8 @@ rank 0 checks that its folder has all of them: ranks on several hosts may each h
 manifest of a part would call half a checkpoint complete.
 
 Promise: `load` accepts only the bytes that `save` wrote, and training continues from them as if it had never stopped
-(bit for bit on CPUs at the same world size and thread count; the manifest has both).
-
-With a storage key every file but the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so
-`verify` and the coordinator compare them without the key. The manifest has names, sizes, hashes and the position.
+(bit for bit on CPUs at the same world size and thread count; the manifest has both). With a storage key every file but
+the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so they are compared without the key.
 
 Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares
 every file with the manifest, and the manifest with a given hash, before it opens a file. Pass only a hash from the
@@ -94,12 +91,10 @@ def save(
     reference: nn.Module | None = None,
     chain_hash: str = "",
 ) -> Checkpoint | None:
-    """Write the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
-
-    `chain_hash` is the position in the ledger's hash chain. The learning rate is a function of the step, so there is no
-    scheduler state. Return the checkpoint on rank 0, once all files are on disk, and None on the others. Raises
-    Conflict if it exists and is complete, Unavailable if writing failed (a full disk), which leaves it torn.
-    """
+    """Write the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks. `chain_hash`
+    is the position in the ledger's hash chain. The learning rate is a function of the step, so there is no scheduler
+    state. Return the checkpoint on rank 0, once all files are on disk, and None on the others. Raises Conflict if it
+    exists and is complete, Unavailable if writing failed (a full disk), which leaves it torn."""
     folder = prepare(directory, session, step)
     return write(
         whole_state(model, optimizer, critic, reference),
@@ -111,8 +106,7 @@ def save(
 
 
 def prepare(directory: Location, session: int, step: int) -> Folder:
-    """Return the folder of a new checkpoint, which rank 0 makes and empties. Raises Conflict if it has a complete
-    checkpoint."""
+    """Return a new checkpoint's folder, emptied by rank 0. Raises Conflict if it has a complete checkpoint."""
     folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
         if folder.exists(CHECKPOINT_MANIFEST):
@@ -145,11 +139,9 @@ def write(
     extra: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
     """Write `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
-
-    With `shared` false each rank has a separate folder, and the files of all have to be brought together. `num_threads`
-    is the number of threads that computed the state, if another thread calls; `extra` is for the manifest. Return the
-    checkpoint on rank 0 and None on the others. Raises Unavailable.
-    """
+    With `shared` false each rank has a separate folder, and the files of all have to be brought together.
+    `num_threads` is the number of threads that computed the state, if another thread calls; `extra` is for the
+    manifest. Return the checkpoint on rank 0 and None on the others. Raises Unavailable."""
     with as_error(Unavailable, f"checkpoint {folder} could not be written"):
         save_collectively(
             state,
@@ -183,13 +175,11 @@ def load(
     reference: nn.Module | None = None,
 ) -> CheckpointManifest:
     """Load a checkpoint into `model`, `optimizer`, `critic` and `reference`; return its manifest. A collective call.
-
-    It works with any world size and sharding. torch's generators are restored if the world size is the one that wrote
-    it, and stay unchanged otherwise. Raises NotFound if there is no such folder or no manifest in it, Conflict if the
-    manifest is not the expected one or a file is not the manifest's, Unavailable if the disk or store cannot be read
-    now, WrongKey if it is encrypted with another storage key: the same error on all ranks, before anything is
-    unpickled. Raises Misfit if it is complete, but of another model.
-    """
+    Any world size and sharding will do. torch's generators are restored if the world size is the one that wrote the
+    checkpoint, and stay unchanged otherwise. Raises NotFound if there is no such folder or no manifest in it,
+    Conflict if the manifest is not the expected one or a file is not the manifest's, Unavailable if the disk or
+    store cannot be read now, WrongKey if it is encrypted with another storage key: the same error on all ranks,
+    before anything is unpickled. Raises Misfit if it is complete, but of another model."""
     rank, ranks = _rank(), world_size()
     verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
     manifest = verified.manifest
@@ -217,8 +207,7 @@ def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
     """Delete all checkpoints, complete or torn, that are older than the newest one in `keep`, except those in `keep`
-    and `spared`. Return the paths of the deleted checkpoints (as `str(checkpoint.path)`, the form that `keep` has too).
-    Newer checkpoints stay, because they may be in progress."""
+    and `spared`; newer ones may be in progress. Return the deleted ones' `str(checkpoint.path)`."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
@@ -278,9 +267,8 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
 
 @contextmanager
 def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
-    """Raise a failure of torch as an error of type `kind`, because torch's own error is no subclass of Exception, and
-    so would pass every handler. Also suppress torch's warning about a missing process group, whose absence is intended.
-    """
+    """Raise a failure of torch, which is no subclass of Exception and would pass every handler, as an error of type
+    `kind`. Also suppress torch's warning about a missing process group, whose absence is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
@@ -325,8 +313,7 @@ def _rank() -> int:
 
 
 LATE_PAUSES_S = (0.5, 1.0, 2.0)
-"""If a file of another rank is missing, it is checked for again after each of these pauses, in seconds, because a
-network file system may show the file late."""
+"""Pauses in seconds before each new check for a missing file of another rank: network file systems may show it late."""
 
 
 def files_of_all_ranks(

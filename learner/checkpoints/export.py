@@ -42,11 +42,9 @@ def export_pretrained(
     replace: bool = False,
 ) -> Location:
     """Write `tensors` (a whole state dict by Hugging Face names, as `gather_weights` returns it) as a model folder.
-
-    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name`, or from `model_name` if it
-    has one. `dtype` None keeps the tensors' types. Raises Conflict if `directory` exists (with `replace`: and is no
-    export), InvalidInput if names or shapes are not the model's.
-    """
+    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name`, or from `model_name` if
+    it has one. `dtype` None keeps the tensors' types. Raises Conflict if `directory` exists (with `replace`: and is
+    no export), InvalidInput if names or shapes are not the model's."""
     weights = {name: Weight(tensor.detach()) for name, tensor in tensors.items()}
     policy = PolicySection(model_name=model_name, tokenizer_name=tokenizer_name)
     _write(directory, pieces(weights, dtype), weights, policy, dtype, scoring, replace=replace)
@@ -87,12 +85,9 @@ def export_live(
     piece_bytes: int = PIECE_BYTES,
 ) -> Exception | None:
     """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export. `origin`
-    is the run.
-
-    A collective call of all ranks. Return rank 0's error, if it, the only writer, could not write, after all ranks have
-    gone through every tensor; None on the others. Raises errors that separate the ranks. The model is unchanged, and
-    rank 0 holds a few pieces of it at a time.
-    """
+    is the run. A collective call of all ranks. Return rank 0's error, if it, the only writer, could not write, after
+    all ranks have gone through every tensor; None on the others. Raises errors that separate the ranks. The model is
+    unchanged, and rank 0 holds a few pieces of it at a time."""
     weights = export_weights(model)
     apart: list[Exception] = []
     stream = _watched(pieces(weights, dtype, piece_bytes), apart)
@@ -129,11 +124,9 @@ def export_checkpoint(
     origin: Origin | None = None,
 ) -> Location:
     """Export a checkpoint as a folder at a path or an fsspec URL, in one process and without a process group; `dtype`
-    None is float32. `origin` is the checkpoint's run.
-
-    An adapter is merged into its base; with `adapter_only` only the adapter is written, in peft's format. Host memory
-    must hold one tensor, or the base of an adapter. Also raises as `paceline.learner.checkpoints.verification.verify`.
-    """
+    None is float32. `origin` is the checkpoint's run. An adapter is merged into its base; with `adapter_only` only
+    the adapter is written, in peft's format. Host memory must hold one tensor, or the base of an adapter. Also
+    raises as `paceline.learner.checkpoints.verification.verify`."""
     target_dtype = dtype or torch.float32
     if adapter_only:
         check_has_adapter(policy)
@@ -169,8 +162,7 @@ def checkpoint_weights(
     checkpoint: Location, expected_sha256: str, policy: PolicySection, *, scoring: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process
-    group. An adapter is merged into its base. Raises NotFound, Conflict, Unavailable or WrongKey in the same cases as
-    `paceline.learner.checkpoints.verification.verify`."""
+    group. An adapter is merged into its base. Raises as `paceline.learner.checkpoints.verification.verify`."""
     if policy.lora_cfg.enabled:
         return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))
     verified = verify(checkpoint, expected_sha256)
@@ -194,8 +186,7 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
 
 
 def compare_weights(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[list[str], float]:
-    """Return the names of tensors that differ in bits or are only in one of the two, and the largest absolute
-    difference."""
+    """Return the names of tensors that differ in bits or are in one only, and the largest absolute difference."""
     names = sorted(first.keys() ^ second.keys())
     largest = 0.0
     for name in sorted(first.keys() & second.keys()):
@@ -218,9 +209,8 @@ def export_adapter(
     replace: bool = False,
     origin: Origin | None = None,
 ) -> str | os.PathLike[str]:
-    """Write `adapter` (whole, as `gather_weights` returns it) as a folder that `PeftModel.from_pretrained` reads.
-    `origin` is the adapter's run, if any. Raises Conflict if `directory` exists; with `replace`, only if it is no
-    export."""
+    """Write `adapter` (whole, as `gather_weights` returns it) as a folder that `PeftModel.from_pretrained` reads, for
+    the run `origin`, if any. Raises Conflict if `directory` exists; with `replace`, only if it is no export."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 

@@ -26,15 +26,15 @@ from paceline.files.storage import Folder, unavailable
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LEFT_OVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|replaced)-(?P<pid>\d{1,9})")
 SIGNS = (EXPORT_MANIFEST, "config.json", "adapter_config.json")
-"""Every export has one of these files."""
+"""Files that mark an export: every export has one."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 @contextlib.contextmanager
 def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
     """Yield a folder to write into. It becomes `place` (a path or an fsspec URL) if the block ends without an error,
-    and is removed otherwise. Raises Conflict if `place` exists; with `replace` only if it is no export. Raises
-    Unavailable for an object store that cannot be written now."""
+    and is removed otherwise. Raises Conflict if `place` exists (with `replace`: and is no export), Unavailable for
+    an object store that cannot be written now."""
     folder = Folder(place)
     directory, present = folder.local, set[str]()
     if directory is None:
@@ -71,8 +71,7 @@ def _present(folder: Folder, replace: bool) -> set[str]:
 
 
 def _upload(local: Path, folder: Folder, present: set[str]) -> None:
-    """Replace the `present` files by the files in `local`. Delete the files in SIGNS first, and write them last. Raises
-    Unavailable."""
+    """Replace the `present` files by those in `local`, SIGNS deleted first and written last. Raises Unavailable."""
     names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
     try:
         for sign in present.intersection(SIGNS):
@@ -133,6 +132,5 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether another process with this id exists. The id of this process does not count, because this process
-    has no export in progress during the call."""
+    """Return whether another process with this id exists; this process has no export in progress during the call."""
     return pid != os.getpid() and psutil.pid_exists(pid)

@@ -44,14 +44,13 @@ class CheckpointManifest(BaseModel):
     step: NonNegative
     """Number of trained steps, which is also the first step to train after loading."""
     chain_hash: str
-    """Hash at this step in the ledger's hash chain."""
+    """Hash in the ledger's hash chain at this step."""
     world_size: Annotated[int, Field(ge=1)]
     num_threads: Annotated[int, Field(ge=1)]
-    """Number of compute threads of rank 0; with another number the continuation is not bit-identical."""
+    """Compute threads of rank 0; with another number the continuation is not bit-identical."""
     torch_version: str
     extra: dict[str, Any] = {}
-    """Maps the name of a fact that a caller adds to the fact. `audit` is the newest record of the coordinator's audit
-    log."""
+    """Maps the name of a caller's fact to the fact. `audit` is the newest record of the coordinator's audit log."""
     files: tuple[CheckpointFile, ...]
 
 

@@ -1,5 +1,4 @@
-"""Decodes the pickles of torch.distributed.checkpoint with a list of allowed classes: the file `.metadata`, and the
-plans that the ranks exchange when they save or load.
+"""Decodes pickles of torch.distributed.checkpoint with a list of allowed classes: `.metadata`, and the ranks' plans.
 
 Promise: for any bytes, decoding calls only classes of checkpoint metadata, and the result refers to no file outside the
 checkpoint. `state_files.py` passes the decoded metadata to torch, which would otherwise unpickle the file itself;
@@ -59,8 +58,8 @@ PLANS = {
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "traceback": {"FrameSummary", "StackSummary"},
 }
-"""Maps a module to the names in it that objects exchanged between ranks may use. The exceptions of Python and of
-`paceline.errors` are allowed too."""
+"""Maps a module to the names that objects exchanged between ranks may use, besides exceptions of Python and Paceline.
+"""
 
 
 class ListedUnpickler(pickle.Unpickler):
@@ -124,8 +123,7 @@ def files_of(metadata: Metadata) -> set[str]:
 
 
 class StatePlanner(DefaultLoadPlanner):
-    """Load planner that accepts only objects that torch's restricted loader accepts: numbers, texts, containers,
-    tensors."""
+    """Load planner that accepts only what torch's restricted loader does: numbers, texts, containers, tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

@@ -55,8 +55,7 @@ class TensorHeader:
 
 
 class SafetensorsWriter:
-    """Writes the weight files of one folder (one, or several with an index) piece by piece, in any order; a context
-    manager."""
+    """Context manager: writes the weight files of one folder (one, or several with an index) in pieces of any order."""
 
     def __init__(self, folder: Path, headers: Sequence[TensorHeader], max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder, self._headers = folder, headers
@@ -166,7 +165,6 @@ class ModelFolder:
         self._folder, self._policy = folder, policy
         self._model = empty_model(policy.model_name, scoring)
         self.names = _checked(self._model, weights, policy.model_name)
-        """Names of the tensors to add; tied tensors have one name."""
         stored = {
             name: torch.empty(tensor.tensor.shape, dtype=tensor.dtype(dtype), device="meta")
             for name, tensor in ((name, weights[name]) for name in self.names)
@@ -209,7 +207,7 @@ class ModelFolder:
                 self._writer.write(name, 0, tensor)
 
     def finish(self, origin: Origin | None = None) -> None:
-        """Write the remaining files, once all pieces are in the folder. `origin` is the run that exports it, if any."""
+        """Write the remaining files, once all pieces are in the folder. `origin` is the exporting run, if any."""
         self._writer.finish()
         copy_files_of_policy(self._policy.model_name, self._policy.tokenizer_name, self._folder)
         write_export_manifest(self._folder, origin)
@@ -255,7 +253,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _checked(model: PreTrainedModel, weights: Mapping[str, Weight], model_name: str) -> list[str]:
-    """Return `own_names`. Raises InvalidInput if `weights` are of another model."""
+    """Return `own_names`. Raises InvalidInput if `weights` are another model's."""
     names, shapes = own_names(model), _shapes(model.state_dict())
     given = _shapes({name: weight.tensor for name, weight in weights.items()})
     foreign = [name for name in weights if name not in shapes]
@@ -278,8 +276,7 @@ def misfits(given: Shapes, expected: Shapes, foreign: Sequence[str] = ()) -> str
 
 
 def _groups(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Return a mapping from each tensor to the tensors that are converted together with it, and the set of tensors that
-    are stored as they are trained."""
+    """Return a mapping from each tensor to the tensors converted with it, and the set of those stored as trained."""
     alone: dict[str, tuple[str, ...]] = {name: (name,) for name in stored}
     whole = _shapes(revert_weight_conversion(model, dict(stored)))
     if whole == _shapes(stored):

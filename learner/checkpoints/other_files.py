@@ -30,12 +30,11 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 ABOUT_WEIGHTS = frozenset(
     {CHECKPOINT_MANIFEST, EXPORT_MANIFEST, METADATA, EVALUATIONS, SPEC, VERDICTS, SIGNATURE, STATEMENT}
 )
-"""Files and folders that describe the source's weights, and would be false beside other weights."""
+"""Files and folders that describe the source's weights and would be false beside others."""
 OF_TOKENIZERS = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken"),
     *("chat_template*", "additional_chat_templates", "*.model", "tekken.json"),
 )
-"""Names of a tokenizer's files in a model folder."""
 PROBES = (
     *("Hello, world!", "  two spaces,\n\n\ta tab ", "naïve 12345 × 67 日本語 🙂"),
     *("def f(x):\n    return x[0]", "a"),
@@ -43,8 +42,7 @@ PROBES = (
 
 
 def copy_other_files(source: Path, folder: Path, left_out: Collection[str] = ()) -> None:
-    """Copy all files of a model folder except weights and `left_out`. Of the folders inside it copy only a tokenizer's,
-    because others may belong to a run."""
+    """Copy the files of a model folder, and a tokenizer's subfolder, but not weights, `left_out` or other folders."""
     for path in sorted(source.iterdir()):
         if path.name in ABOUT_WEIGHTS or path.name in left_out or path.name.startswith("."):
             continue
@@ -59,8 +57,7 @@ def _is_weights(path: Path) -> bool:
 
 
 def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Path) -> None:
-    """Copy the model's and the tokenizer's files to an export with config and weights. Raises InvalidInput if the
-    tokenizer of the folder is not the policy's."""
+    """Copy model's and tokenizer's files to an export. Raises InvalidInput if its tokenizer is not the policy's."""
     model = _local_files(model_name, model_source(model_name), CONFIG)
     generates = (folder / GENERATION_CONFIG).exists()
     left_out = {CONFIG, CARD} | (set() if generates else {GENERATION_CONFIG})
@@ -81,8 +78,8 @@ def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Pa
 
 
 def _add_ends(folder: Path, end: int | None) -> None:
-    """Add the end tokens of the config and the tokenizer that the generation config lacks, because a run samples up to
-    any of them (`weights/model_layout.py:end_token_ids`)."""
+    """Add to the generation config the missing end tokens of config and tokenizer, because a run samples up to any of
+    them (`weights/model_layout.py:end_token_ids`)."""
     path = folder / GENERATION_CONFIG
     content, config = json.loads(path.read_bytes()), json.loads((folder / CONFIG).read_bytes())
     listed, others = _ids(content.get("eos_token_id")), [*_ids(config.get("eos_token_id")), *_ids(end)]
@@ -113,8 +110,7 @@ def _local_files(name: str, source: str, file: str) -> Path:
 
 
 def check_tokenizer(source: str, folder: Path) -> Any:
-    """Return the tokenizer that loads from `folder`; None if no tokenizer loads from `source`. Raises InvalidInput if
-    the two tokenizers differ."""
+    """Return the tokenizer of `folder`; None if `source` has none. Raises InvalidInput if the two tokenizers differ."""
     from transformers import AutoTokenizer
 
     try:

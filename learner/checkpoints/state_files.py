@@ -1,8 +1,7 @@
-"""The files of a checkpoint as torch.distributed.checkpoint opens them: on a local disk or in an object store, with or
-without encryption by the storage key.
+"""The files of a checkpoint as torch.distributed.checkpoint opens them, on a local disk or in an object store.
 
-Promise: with a key every file that torch writes is encrypted as a whole, chunk by chunk while it is written, and
-durable when it is closed; files are read at any position, whether they are encrypted or not.
+Promise: with a storage key every file that torch writes is encrypted as a whole, chunk by chunk while it is written,
+and durable when it is closed; files are read at any position, whether they are encrypted or not.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from paceline.files.storage import Folder
 
 
 def state_writer(folder: Folder, key: StorageKey | None) -> FileSystemWriter:
-    """Return torch's writer of a checkpoint's files, encrypted with `key`."""
     if folder.local is not None:
         writer = FileSystemWriter(folder.local, sync_files=True)
     else:
@@ -35,7 +33,7 @@ def state_writer(folder: Folder, key: StorageKey | None) -> FileSystemWriter:
 
 
 def state_reader(folder: Folder, metadata: Metadata) -> FileSystemReader:
-    """Return torch's reader of a checkpoint's files, with metadata that are already decoded."""
+    """Return torch's reader of a checkpoint's files, with decoded metadata."""
     reader = FileSystemReader(folder.local) if folder.local is not None else FsspecReader(folder.url)
     _pass_through(reader.fs, plaintext)
     reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]

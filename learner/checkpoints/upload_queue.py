@@ -1,10 +1,7 @@
-"""One rank's checkpoints on this machine's disk that wait for upload to the object store, oldest first, and the thread
-that uploads them.
-
-Promise: a checkpoint is complete in the store once its manifest is there, which rank 0 writes after the files of all
-ranks. A store that does not answer delays only the queue. The training thread adds and drops; the upload thread takes
-the oldest, and a checkpoint stays in the queue until it is whole in the store.
-"""
+"""One rank's checkpoints on this machine's disk that wait for upload to the object store, oldest first, and the
+uploading thread. Promise: a checkpoint is complete in the store once its manifest is there, which rank 0 writes
+after the files of all ranks. A store that does not answer delays only the queue. The training thread adds and drops;
+the upload thread takes the oldest, and a checkpoint stays in the queue until it is whole in the store."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 OTHER_RANKS_PAUSE_S = 0.5
 """Seconds between checks for the files of other ranks."""
 CLOSE_S = 5.0
-"""When the queue is closed, it waits at most this many seconds for an upload in progress."""
+"""Longest wait in seconds of a closed queue for an upload in progress."""
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +40,7 @@ class Queued:
     """A checkpoint in the spool."""
 
     folder: Folder
-    """Folder on this machine with the checkpoint's files."""
+    """Folder with the checkpoint's files on this machine."""
     size_bytes: int
     whole: Checkpoint | None
     """The checkpoint with the files of all ranks, on rank 0; None on the others."""
@@ -51,7 +48,6 @@ class Queued:
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint, `<session>-<step>`."""
         return self.folder.name
 
 
@@ -68,7 +64,6 @@ class UploadQueue:
         pauses_s: tuple[float, float] = (FIRST_PAUSE_S, LONGEST_PAUSE_S),
     ):
         self.spool = _empty_spool(store, rank)
-        """Folder for the files of new checkpoints."""
         self._store, self._on_stored, self._warn, self._pauses_s = store, on_stored, warn, pauses_s
         self._queue: list[Queued] = []
         self._changed = threading.Condition()
@@ -103,8 +98,7 @@ class UploadQueue:
                 self._thread.start()
 
     def fitting(self, quota_bytes: int) -> int:
-        """Return how many of the newest checkpoints fit into `quota_bytes`, counting only this rank's files. The newest
-        checkpoint always counts as fitting."""
+        """Return how many of the newest checkpoints fit `quota_bytes`, by this rank's files; the newest always does."""
         with self._changed:
             sizes = [queued.size_bytes for queued in self._queue]
         number = 1
@@ -129,7 +123,7 @@ class UploadQueue:
             return self._changed.wait_for(lambda: not self._queue, timeout_s)
 
     def close(self) -> None:
-        """End the thread, and remove the files that are still queued."""
+        """End the thread; remove the files that are still queued."""
         with self._changed:
             self._closed = True
             for queued in self._queue:
@@ -225,8 +219,7 @@ def _remove(queued: Queued) -> None:
 
 
 def _empty_spool(store: Folder, rank: int) -> Path:
-    """Return this rank's empty folder in the spool. Files of an earlier session are removed, because its steps are
-    trained again from the newest checkpoint in the store."""
+    """Return this rank's emptied folder in the spool: steps after the store's newest checkpoint are trained again."""
     digest = hashlib.sha256(store.url.encode()).hexdigest()[:16]
     folder = spool_folder() / "checkpoints" / digest / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)

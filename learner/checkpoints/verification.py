@@ -23,13 +23,13 @@ FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (Conflict, "checkpoint {} refused: another rank found it damaged"),
     (WrongKey, "checkpoint {} cannot be decrypted: another rank has another storage key"),
 )
-"""Errors that a rank can find, the gravest last, and the message that the other ranks then raise."""
+"""Errors that a rank can find, the gravest last, and the message that other ranks then raise."""
 Location = str | os.PathLike[str]
 """A local path or an fsspec URL."""
 
 
 class Verified(NamedTuple):
-    """A checkpoint whose files are those that the expected manifest lists."""
+    """A checkpoint whose files are those in the expected manifest."""
 
     folder: Folder
     manifest: CheckpointManifest

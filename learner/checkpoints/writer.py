@@ -2,12 +2,10 @@
 
 If nothing changes the state until the checkpoint is written (the last one, and those that the training waits for), the
 live tensors are written. They are written too if the host has no memory for a copy; `begin` then returns after writing.
-
 Invariants: One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at
 the same point. `begin` returns when the copy is made, so the written state is that after the step, whatever is trained
 meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs to the
-training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder, which
-no reader accepts.
+training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from paceline.learner.checkpoints.verification import Location
 from paceline.learner.step.critic import Critic
 
 SPARE_BYTES = 1 << 30
-"""Number of bytes of memory that must stay free on the host beside the copy of a state."""
+"""Bytes of memory that must stay free on the host beside a state's copy."""
 log = logging.getLogger(__name__)
 
 
@@ -53,9 +51,8 @@ class CheckpointWriter:
         self._started_s = 0.0
         self._pinned: BlockingAsyncStager | None = None
         self.extra: dict[str, Any] = {}
-        """Maps the names of facts to the facts, for the manifests of checkpoints that begin later."""
+        """Maps the name of a fact to the fact, for the manifests of checkpoints that begin later."""
         self.step = -1
-        """Step of the checkpoint that began last."""
         self.seconds = 0.0
         """Seconds that the newest finished checkpoint took from `begin` to its manifest."""
 
@@ -102,8 +99,8 @@ class CheckpointWriter:
         return self._pinned is not None and self._pinned.state_dict_cache is not None
 
     def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Return a copy in host memory. The state of a GPU goes to pinned memory, which is fast to copy to but slow to
-        allocate. So the pinned memory is kept for the next checkpoint, which begins only after this one is written."""
+        """Return a copy in host memory. A GPU's state goes to pinned memory, fast to copy to but slow to allocate: that
+        memory is kept for the next checkpoint, which begins only after this one is written."""
         if on_gpu(model):
             self._pinned = self._pinned or BlockingAsyncStager(cache_staged_state_dict=True)
             try:
@@ -115,7 +112,6 @@ class CheckpointWriter:
 
     @property
     def in_progress(self) -> bool:
-        """Return whether a checkpoint was begun and not finished."""
         return self._thread is not None
 
     @property
@@ -124,7 +120,7 @@ class CheckpointWriter:
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self) -> Checkpoint | None:
-        """Wait for the checkpoint in progress, if any, and return it on rank 0. Raises Unavailable if it could not be
+        """Wait for the checkpoint in progress, if any; return it on rank 0. Raises Unavailable if it could not be
         written (a full disk), which leaves it torn."""
         if self._thread is None:
             return None
@@ -149,7 +145,7 @@ def on_gpu(model: nn.Module) -> bool:
 
 
 def size_bytes(state: Any) -> int:
-    """Return the number of bytes of all tensors in a state. Of a sharded tensor, only this rank's part counts."""
+    """Return the bytes of all tensors in a state; of a sharded tensor, only this rank's part counts."""
     if isinstance(state, dict):
         return sum(size_bytes(part) for part in state.values())
     if isinstance(state, list | tuple):

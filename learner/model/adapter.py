@@ -1,8 +1,7 @@
 """A LoRA adapter on the policy: added, switched off for the reference, removed for publishing and export.
 
 Promise: the base's weights never change and have no gradient; only A and B of each adapted layer are trained,
-checkpointed and published. The modules are peft's, injected in place, so it stays a transformers model and is sharded
-like any other.
+checkpointed and published. The modules are peft's, injected in place, so the model stays a transformers model.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return A and B of every adapted layer under their published names, and the base's fingerprint. The tensors are
-    live. The first call is collective: all ranks compute the fingerprint from their shards."""
+    """Return A and B of every adapted layer under their published names, and the base's fingerprint. Tensors are live.
+    The first call is collective: all ranks compute the fingerprint from their shards."""
     weights: dict[str, Tensor] = {}
     for name, layer in _adapted(model):
         name_a, name_b = wire_names(name)
@@ -106,7 +105,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _base_fingerprint(model: nn.Module) -> Tensor:
-    """Return the fingerprint of the base; only one whole tensor at a time is in memory."""
+    """Return the base's fingerprint, with only one whole tensor in memory at a time."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     base = {name.replace(BASE, "."): kept for name, kept in state.items() if not is_part_of_adapter(name)}
     return fingerprint(base, identity=id, whole=_whole)
@@ -120,7 +119,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def adapted_parts(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Return a mapping from the name of every adapted layer to (A [R, I], B [O, R], scaling). The tensors are live."""
+    """Return a mapping from adapted layer names to (A [R, I], B [O, R], scaling). The tensors are live."""
     return {
         name: (layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, float(layer.scaling[NAME]))
         for name, layer in _adapted(model)
@@ -128,8 +127,7 @@ def adapted_parts(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the architecture's own state dict, computed from the whole state dict of the adapted `model`. Tied names
-    stay one tensor."""
+    """Return the architecture's state dict from the whole `state` of the adapted `model`. Tied names stay tied."""
     merged_by_name: dict[str, Tensor] = {}
     for name, tensor in state.items():
         layer_name = name.removesuffix(f"{BASE}weight")

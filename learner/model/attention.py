@@ -5,11 +5,10 @@ runs on exactly the real tokens. The implementation is registered with transform
 the row's layout as the keyword argument `layout`, which transformers passes to every layer (also to a recomputed one).
 
 There are two paths. CUDA in bfloat16 or float16 uses `torch.nn.attention.varlen` (flash attention, one kernel for the
-row; FlashAttention-3 if its package is installed and the GPU is a Hopper). Otherwise, runs of sequences of equal length
-are views [n, H, L, D] of the row, each one scaled_dot_product_attention with is_causal. Packing puts equal lengths side
-by side, so this needs neither padding nor gathering; measured on a CPU, one more SDPA call costs 0.02 ms forward and
-0.07 ms with backward, less than copying q, k and v. Attention sinks always take the second path, because flash
-attention's log-sum-exp has no gradient.
+row; FlashAttention-3 on a Hopper with its package). Otherwise, runs of sequences of equal length are views [n, H, L, D]
+of the row, each one scaled_dot_product_attention with is_causal. Packing puts equal lengths side by side, so this needs
+neither padding nor gathering; on a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than
+copies of q, k and v. Attention sinks always take the second path: flash attention's log-sum-exp has no gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from paceline.learner.model.determinism import repeat_backward
 
 IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)
-"""Compute capability of the GPUs that FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) has kernels for."""
+"""Compute capability that FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) has kernels for."""
 log = logging.getLogger(__name__)
 UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "sinks")
 """Arguments that some architectures pass to attention and that neither path supports."""
@@ -156,7 +155,7 @@ def _by_runs(
 def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
     """Return a bias [1, H, L, L + 1] for scores whose last key is all zeros: the sinks in the last column, elsewhere 0
     if the token attends and -inf if not. A zero key has the score 0, so its biased score is the sink's logit; its
-    value is zero too. The scores are in memory, L · L for each head."""
+    value is zero too. Scores take L · L numbers for each head."""
     if mask_LL is None:
         mask_LL = _band(length, length, sinks_H.device)
     shape = (1, len(sinks_H), length)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""cuBLAS repeats its sums only with this separate workspace for each stream. It reads the variable at its first
-product."""
+"""Separate workspace for each stream, without which cuBLAS does not repeat sums; read at the first product."""
 
 
 def reserve_workspace() -> None:
@@ -18,8 +17,7 @@ def reserve_workspace() -> None:
 
 
 def use_deterministic_operations(enabled: bool) -> None:
-    """Set whether this process uses deterministic operations. An operation without a deterministic version runs anyway,
-    with a warning."""
+    """Set whether this process's operations are deterministic; one without such a version runs with a warning."""
     torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = enabled
@@ -27,10 +25,9 @@ def use_deterministic_operations(enabled: bool) -> None:
 
 
 def repeat_backward(out: Tensor) -> Tensor:
-    """Return `out`, the result of an attention kernel, and make its backward pass deterministic if this process uses
-    deterministic operations. ATen's kernels (native/transformers/cuda/attention_backward.cu) have a deterministic
-    backward pass, but choose it only without `warn_only`. This process needs `warn_only`, because it lets other
-    operations without a deterministic version run."""
+    """Return `out`, an attention kernel's result, and make its backward pass deterministic if this process uses
+    deterministic operations: ATen's kernels (native/transformers/cuda/attention_backward.cu) choose such a pass only
+    without `warn_only`, which this process needs for other operations without a deterministic version."""
     if out.grad_fn is not None and torch.are_deterministic_algorithms_enabled():
         out.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
         out.grad_fn.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))

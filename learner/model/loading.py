@@ -38,11 +38,9 @@ def fill(
     buffers_device: torch.device | None = None,
 ) -> None:
     """Read every parameter of `model` that is still on the meta device to `device`; not a collective call.
-
-    `paceline.models.pretrained.check_weights` has compared the files with the model. The buffers go to `buffers_device`
-    (None: `device`). `what` names the model in messages. A head of one score that the files lack is drawn from torch's
-    generator. Raises InvalidInput for a weight that is not finite, and as `WeightFiles` does.
-    """
+    `paceline.models.pretrained.check_weights` has compared the files with the model. The buffers go to
+    `buffers_device` (None: `device`). `what` names the model in messages. A head of one score that the files lack is
+    drawn from torch's generator. Raises InvalidInput for a weight that is not finite, and as `WeightFiles` does."""
     _make_empty_parts(model, device)
     tied = _tied_locations(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -101,8 +99,8 @@ class _BaseNames:
 
 
 class _Placing:
-    """A module whose new parameters go to `device`. `DTensor.from_local` puts a sharded parameter on the device of its
-    mesh, a GPU, even if it belongs on the host (policy.cpu_offload)."""
+    """A module whose new parameters go to `device`: `DTensor.from_local` would put a sharded parameter on its mesh's
+    device, a GPU, even if it belongs on the host (policy.cpu_offload)."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         vars(self).update(_module=module, _device=device)

@@ -1,10 +1,9 @@
 """Log-probabilities of given tokens from hidden states and the LM head, without the full logits.
 
-Promise: logits exist for one tile of at most `chunk_tokens` tokens by `VOCABULARY_TILE` tokens of the vocabulary, in the
-forward and in the backward pass, so their memory depends neither on the number of tokens nor on the vocabulary. The
-values are those of log_softmax over float32 logits, and the sums over tiles are kept in float32.
-
-Suffixes: N tokens, H hidden size, V vocabulary; a tile has M tokens and W of the vocabulary.
+Promise: logits exist for one tile of at most `chunk_tokens` tokens by `VOCABULARY_TILE` tokens of the vocabulary, in
+the forward and in the backward pass, so their memory depends neither on the number of tokens nor on the vocabulary. The
+values are those of log_softmax over float32 logits, and the sums over tiles are kept in float32. Suffixes: N tokens, H
+hidden size, V vocabulary; a tile has M tokens and W of the vocabulary.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ def chunked_logprobs(
 class _ChunkedLogprobs(torch.autograd.Function):
     """Recomputes each tile's logits in the backward pass from the saved hidden states.
 
-    With logits z = h·Wᵀ/τ, p = softmax(z) and entropy H: ∂ log p[t] / ∂z = onehot(t) − p, ∂H / ∂z = −p·(log p + H).
-
-    The outer loop is over the vocabulary, so that a tile's gradient of W is complete after the inner loop. Its float32
-    sum then needs only the memory of one tile's weights; the sum for the hidden states' gradient needs N·H numbers.
+    With logits z = h·Wᵀ/τ, p = softmax(z) and entropy H: ∂ log p[t] / ∂z = onehot(t) − p, ∂H / ∂z = −p·(log p + H). The
+    outer loop is over the vocabulary, so that a tile's gradient of W is complete after the inner loop. Its float32 sum
+    then needs only the memory of one tile's weights; the sum for the hidden states' gradient needs N·H numbers.
     """
 
     @staticmethod
@@ -158,7 +156,7 @@ class _OnlineSoftmax:
         return (self._target_logits_N - self._max_N) - log_sum_N, self._max_N + log_sum_N, entropy_N
 
     def set(self, chunk: slice, vocabulary: slice, logits_MW: Tensor) -> None:
-        """Set the results of a chunk whose only tile is the whole vocabulary, and overwrite its logits. The sums are
+        """Set the results of a chunk whose only tile is the whole vocabulary, overwriting its logits. The sums are
         computed as in recorded runs, which therefore train again bit for bit."""
         if self._whole is None:
             self._whole = (self._target_logits_N, self._max_N, self._weighted_N)
@@ -172,7 +170,7 @@ class _OnlineSoftmax:
 
 def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return the loss's gradient with respect to the logits, without the part at the targets; `logp_MW` is overwritten.
-    `entropy_M` are the entropies and their gradients, or None if they have none."""
+    `entropy_M`: entropies and their gradients, if they have any."""
     if entropy_M is None:
         return logp_MW.exp_().mul_(-grad_M[:, None])
     values_M, slopes_M = entropy_M

@@ -1,8 +1,6 @@
 """The mesh of the learner's ranks: `replicate` copies of the model, each on `shard` neighbouring ranks (HSDP).
-
-Neighbouring ranks are on one host, so gathers and scatters of parameters stay there as long as `shard` is at most the
-ranks of a host; only the sums of gradients travel between replicas.
-"""
+Neighbouring ranks are on one host, so gathers and scatters of parameters stay there as long as `shard` is at most
+the ranks of a host; only the sums of gradients travel between replicas."""
 
 from __future__ import annotations
 
@@ -58,13 +56,11 @@ def mesh_groups() -> list[dist.ProcessGroup]:
 
 
 def shard_group(tensor: DTensor) -> tuple[int, dist.ProcessGroup]:
-    """Return the number of ranks that a tensor's rows are sharded over, and their process group."""
     last = tensor.device_mesh.ndim - 1
     return tensor.device_mesh.size(last), tensor.device_mesh.get_group(last)
 
 
 def in_first_replica(tensor: DTensor) -> bool:
-    """Return whether this rank belongs to rank 0's replica."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is None or not any(coordinate[:-1])
 

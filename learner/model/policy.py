@@ -51,11 +51,10 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
     """Return the model to train, with float32 masters, on `device`, sharded over the default process group, if any.
 
     With policy.lora_cfg the model is frozen and has an adapter with float32 masters, initialized from `seed`. A frozen
-    model has the compute type if all its files do, because that loses nothing, else float32.
-
-    Each rank reads only its rows of every tensor; its peak of host memory is its share of the model and some buffers.
-    Raises InvalidInput if no such folder or hub name exists, if the architecture's forward cannot be packed, or if the
-    weights are damaged or not of this model.
+    model has the compute type if all its files do, because that loses nothing, else float32. Each rank reads only its
+    rows of every tensor; its peak of host memory is its share of the model and some buffers. Raises InvalidInput if no
+    such folder or hub name exists, if the architecture's forward cannot be packed, or if the weights are damaged or not
+    of this model.
     """
     lora = policy.lora_cfg
     model, files = _build(policy, torch.float32, exact=compute_dtype(policy, device) if lora.enabled else None)
@@ -65,12 +64,10 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
 
 
 def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrainedModel:
-    """Return the model as `load_policy` does, with a head of one score in place of the LM head (`rm`).
-
-    A model that has such a head keeps it; otherwise its weights are drawn from torch's generator, so seed all ranks
-    alike. Its forward returns (scores, zeros) instead of (log-probabilities, entropies). Raises InvalidInput as
-    `load_policy` does, and for an architecture without sequence classification.
-    """
+    """Return the model as `load_policy` does, with a head of one score in place of the LM head (`rm`). A model that has
+    such a head keeps it; otherwise its weights are drawn from torch's generator, so seed all ranks alike. Its
+    forward returns (scores, zeros) instead of (log-probabilities, entropies). Raises InvalidInput as `load_policy`
+    does, and for an architecture without sequence classification."""
     return _prepared(*_build(policy, torch.float32, scoring=True), policy, device)
 
 
@@ -99,7 +96,7 @@ def packed_logprobs(
     chunk_tokens: int,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N] log-probabilities of the completion tokens, [N] entropies), float32, in nats; the entropies have a
+    """Return ([N] log-probabilities of the completion tokens, [N] entropies), float32, in nats. Entropies have a
     gradient only with `entropy_gradient`."""
     logprobs_N, entropy_N = model(
         packed=packed, temperature=temperature, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient
@@ -141,7 +138,6 @@ def _score(model: Any, packed: PackedBatch, *, policy: PolicySection, **_: Any) 
 
 
 def _predicting_states(model: Any, packed: PackedBatch, policy: PolicySection) -> Tensor:
-    """Return [N, H] last hidden states of the tokens that predict the targets."""
     row = padded_row(packed) if policy.compile else packed
     hidden_1RH = model.base_model(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
@@ -153,7 +149,7 @@ def _build(
     policy: PolicySection, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Return the modules of a model, on the meta device and with this package's forward, and the files with their
-    weights. If only transformers can read the files (quantized), return the whole model and None. The parameters have
+    weights. If only transformers can read the files (quantized), return the whole model and None. Parameters have
     type `dtype`, or `exact` if the files have only that type."""
     name = policy.model_name
     try:
@@ -211,7 +207,7 @@ def _placed(
     prefer_flash_attention_3(device, deterministic=policy.deterministic)
     if not policy.compile:
         use_onednn_linear(model, device, compute_dtype(policy, device))
-    sharded = _needs_sharding(policy, device)
+    sharded = world_size() > 1 or compute_dtype(policy, device) != torch.float32 or _offloads(policy, device)
     if sharded:
         _shard(model, policy, device, resharded)
     if files is not None:
@@ -240,10 +236,6 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
 def _decoder_layers(model: Any) -> list[Any]:
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _needs_sharding(policy: PolicySection, device: torch.device) -> bool:
-    return world_size() > 1 or compute_dtype(policy, device) != torch.float32 or _offloads(policy, device)
 
 
 def _offloads(policy: PolicySection, device: torch.device) -> bool:
@@ -288,8 +280,7 @@ class _OneDnnProduct(torch.autograd.Function):
 
 
 def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
-    """Return [O, I] leftᵀ·right. The narrower operand goes first, because the kernel copies a transposed operand only
-    there."""
+    """Return [O, I] leftᵀ·right, the narrower operand first: the kernel copies a transposed operand only there."""
     if left_NO.shape[1] > right_NI.shape[1]:
         return product(right_NI.T, left_NO.T).T
     return product(left_NO.T, right_NI.T)
@@ -333,8 +324,8 @@ def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
 ROW_MULTIPLE = 128
 """Rows are padded to multiples of this many tokens."""
 COMPILED_VARIANTS = 64
-"""Largest number of variants of one layer's code that are compiled; further variants run in torch's eager mode.
-Variants differ in the kind of attention, in having gradients or not, and in the length of rows if it is not dynamic."""
+"""Most compiled variants of one layer's code; further ones run in torch's eager mode. Variants differ in the kind of
+attention, in having gradients or not, and in the length of rows if it is not dynamic."""
 
 
 def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -348,8 +339,8 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def padded_row(packed: PackedBatch) -> PackedBatch:
-    """Return the batch with tokens, positions and layout padded to a multiple of ROW_MULTIPLE. The padding is a
-    separate sequence at the end of the row: no other token attends to it, no loss reads it."""
+    """Return the batch with tokens, positions and layout padded to a multiple of ROW_MULTIPLE by a separate sequence at
+    the row's end: no other token attends to the padding, no loss reads it."""
     extra = -packed.input_ids.shape[1] % ROW_MULTIPLE
     if extra == 0:
         return packed

@@ -42,8 +42,7 @@ class TokenArrays:
     behaviour_N: Tensor | None = None
     """[N] log-probabilities by the sampler (log μ). None for supervised data."""
     proximal_N: Tensor | None = None
-    """[N] log-probabilities before the step (log π_prox). None if the step has only this update: π_prox is then π,
-    detached."""
+    """[N] log-probabilities before the step (log π_prox). None if the step has only this update: π_prox is π."""
     reference_N: Tensor | None = None
     """[N] log-probabilities by the reference (log π_ref). None if not needed."""
     advantages_N: Tensor | None = None
@@ -110,8 +109,7 @@ class Objective(ABC):
     def samples(
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
-        """Return the samples of a row of the data set, with `number` as their group id; `reference_S` has Σ_t log π_ref
-        of each sample if it is precomputed."""
+        """Return the samples of a data set's row, `number` as group id; `reference_S`: precomputed Σ_t log π_ref."""
         raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
 
     def mismatched_sample(
@@ -140,7 +138,7 @@ def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
 
 
 def token_sums(tokens: TokenArrays) -> dict[str, Tensor]:
-    """Return the number of tokens, the sum of their entropies, and the sum of their log-probabilities."""
+    """Return the number of tokens and the sums of their entropies and log-probabilities."""
     return {
         "tokens": torch.ones_like(tokens.current_N).sum(),
         "entropy": detached_sum(tokens.entropy_N),
@@ -189,7 +187,7 @@ def labeled_dummies() -> list[TrainingSample]:
 
 
 def completion_sums(values_N: Tensor, tokens: TokenArrays) -> Tensor:
-    """Return [S] sum over each sequence's tokens."""
+    """Return [S] the sum over each sequence's tokens."""
     return values_N.new_zeros(tokens.num_sequences).index_add(0, tokens.sequence_N, values_N)
 
 
@@ -209,7 +207,7 @@ def reference_sums(tokens: TokenArrays, packed: PackedBatch) -> Tensor:
 
 
 def completion_result(loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays, per_sequence_S: Tensor) -> LossResult:
-    """Return the result of a loss that has one number for each sequence; every token gets its sequence's number."""
+    """Return the result of a loss with one number for each sequence, given to every token of the sequence."""
     losses_N = per_sequence_S.detach()[tokens.sequence_N]
     return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N)
 

@@ -1,9 +1,8 @@
 """Ratios of policies, and the corrections for the sampler's age: weights and masks from log ρ = log π_prox - log μ.
 
 Promise: for any log-probabilities, even infinite ones, no ratio is infinite, and no gradient is NaN if a bound or a
-mask drops the token; weights and masks are detached.
-
-All arrays are flat over the N active tokens of a micro-batch, S are its sequences (never split over micro-batches).
+mask drops the token; weights and masks are detached. All arrays are flat over the N active tokens of a micro-batch, S
+are its sequences (never split over micro-batches).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def bounded_exp(log_N: Tensor) -> Tensor:
 
 
 def per_sequence(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Return [S] sums over each sequence's tokens."""
+    """Return [S] the sums over each sequence's tokens."""
     return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
 
 

@@ -13,7 +13,7 @@ from paceline.spec import RunSpec
 
 
 class Distillation(Grpo):
-    """Computes the advantages in the loss, because they depend on the current policy; rewards are not used."""
+    """Computes advantages in the loss, because they depend on the current policy; rewards are not used."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
@@ -47,8 +47,7 @@ class Distillation(Grpo):
 def distillation_advantages(
     current_N: Tensor, teacher_N: Tensor, kind: str, mixed_weight: float, max_ratio: float
 ) -> Tensor:
-    """Return the [N] advantages A of the sampled tokens, detached. At each token, -A·∇log π estimates the gradient of a
-    KL.
+    """Return [N] detached advantages A of the sampled tokens; at each token -A·∇log π estimates a KL's gradient.
 
     With Δ = log π_T - log π: `reverse` A = Δ, the gradient of KL(π‖π_T); `forward` A = min(exp(Δ), max_ratio) - 1, that
     of KL(π_T‖π) (E[∇log π] is 0, so the 1 is a baseline that changes nothing in the mean); `mixed` is mixed_weight ·

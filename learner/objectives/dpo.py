@@ -1,9 +1,8 @@
 """`dpo`: direct preference optimisation and its relatives, from log-ratios to a reference.
 
 Promise: the loss equals the formula in its docstring in value and gradient, and with `weights_P` counted over the
-global batch, shares of micro-batches add up to the loss of the batch.
-
-`log-ratio` is Σ_t log π - log π_ref of a completion, in nats. Suffixes: S sequences, P pairs.
+global batch, shares of micro-batches add up to the loss of the batch. `log-ratio` is Σ_t log π - log π_ref of a
+completion, in nats. Suffixes: S sequences, P pairs.
 """
 
 from __future__ import annotations

@@ -24,16 +24,14 @@ from paceline.spec import RunSpec
 
 
 class RowPair(NamedTuple):
-    """The row of a prompt, and the row of the completions that follow this prompt. The two rows differ only if KTO
-    measures its KL on the pair."""
+    """The rows of a prompt and of the completions after it; they differ only if KTO measures its KL on the pair."""
 
     prompt: int
     completions: int
 
 
 class ExampleSource:
-    """The examples of each step of a run; with `validation`, the run's held-out examples. `maker` is the run's
-    objective."""
+    """The examples of each step of a run; with `validation`, its held-out ones. `maker` is the run's objective."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any, maker: Objective, *, validation: bool = False):
         assert spec.examples is not None, "the algorithm samples, so the run has no examples"
@@ -58,8 +56,7 @@ class ExampleSource:
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 
     def held_out(self, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's share of the examples that one measurement uses. Raises InvalidInput for an example longer
-        than the model allows."""
+        """Return this rank's share of a measurement's examples. Raises InvalidInput for one longer than allowed."""
         return self._examples(list(range(rank, self._count, world_size)))
 
     def rows_used(self) -> list[int]:
@@ -79,8 +76,7 @@ class ExampleSource:
         return self.of_pair(RowPair(row, row), row)
 
     def of_pair(self, pair: RowPair, number: int) -> list[TrainingSample]:
-        """Return the samples of `pair`, with `number` as their group id. Raises InvalidInput for an example longer than
-        the model allows."""
+        """Return the samples of `pair`, with `number` as group id. Raises InvalidInput for one longer than allowed."""
         try:
             if pair.completions != pair.prompt:
                 return [self._mismatched(pair, number)]
@@ -95,8 +91,8 @@ class ExampleSource:
         self._reference = logprobs
 
     def set_behaviour(self, logprobs: dict[int, FloatArray]) -> None:
-        """Set log μ for the samples that have none. `logprobs` maps a row to the values of all such samples of the row,
-        concatenated. From then on `of_row` adds these values to the samples."""
+        """Set log μ for the samples that have none, in all later results of `of_row`. `logprobs` maps a row to the
+        values of all such samples of the row, concatenated."""
         self._behaviour = logprobs
 
     def _with_behaviour(self, row: int, samples: list[TrainingSample]) -> list[TrainingSample]:
@@ -113,14 +109,12 @@ class ExampleSource:
 
     @property
     def _count(self) -> int:
-        """Number of examples in a step, or in a measurement."""
         if self._validation:
             return min(len(self), self._section.max_val_samples)
         return self._section.num_examples_per_step
 
     @property
     def _drawn(self) -> int:
-        """Number of examples in the whole run, or in a measurement."""
         return self._count * (1 if self._validation else self._section.max_num_steps)
 
     def _other(self, cursor: int) -> int:
@@ -147,10 +141,9 @@ class ExampleSource:
 
 
 def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
-    """Check every row that the run will use before its first step. Otherwise a row that cannot be trained would end the
-    run in the middle, on the only rank that draws it, while the others wait in a collective. A collective call: each
-    rank checks every w-th row. Raises InvalidInput, on every rank, for a row that is too long or that the chat
-    template refuses."""
+    """Check every row that the run will use before its first step, because a row that cannot be trained would end the
+    run in the middle, on one rank, while the others wait in a collective. A collective call: each rank checks every
+    w-th row. Raises InvalidInput, on every rank, for a row that is too long or that the chat template refuses."""
     rows = source.rows_used()
     bad = next((i for i in range(rank, len(rows), world_size()) if _is_bad(source, rows[i])), len(rows))
     first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())

@@ -1,9 +1,8 @@
 """`offline_grpo`: the policy loss on recorded completions, with advantages from their recorded rewards.
 
 Promise: the behaviour policy μ of a trace is the recorded one if the trace has log-probabilities, so the ratio of an
-export of a run is that of the run; for a text it is the starting policy, computed once before training.
-
-Suffixes: N trained tokens, S sequences.
+export of a run is that of the run; for a text it is the starting policy, computed once before training. Suffixes: N
+trained tokens, S sequences.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class OfflineGrpo(Objective):
 
 
 def _order_sums(tokens: TokenArrays, packed: PackedBatch) -> dict[str, Tensor]:
-    """Return the number of pairs in a micro-batch, and how many of them are in the order of their rewards."""
+    """Return a micro-batch's number of pairs, and how many are in the order of their rewards."""
     assert tokens.behaviour_N is not None
     assert tokens.advantages_N is not None
     log_ratio_S = completion_sums((tokens.current_N - tokens.behaviour_N).detach().double(), tokens)

@@ -40,7 +40,7 @@ def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSec
 
     Sources: group-relative advantages (Shao et al. 2024), the anchor π_prox with ρ outside the clip (Hilton et al.
     2022; AReaL, Fu et al. 2025). With one update per step and a proximal anchor r is 1 and no clip acts: the loss is
-    then w·A·∇log π, a truncated importance-weighted policy gradient. Raises ValueError if an array that the config needs is missing.
+    then w·A·∇log π, a truncated importance-weighted policy gradient. Raises ValueError for a missing array.
     """
     if tokens.behaviour_N is None or tokens.advantages_N is None:
         raise ValueError("policy_loss needs behaviour log-probabilities and advantages")

@@ -66,10 +66,8 @@ def policy_losses(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def clip(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """Return -min(r·A, clip(r, 1 - ε, 1 + ε_high)·A), for A < 0 and with a dual clip c: at most -c·A.
-
-    PPO (Schulman et al. 2017); separate bounds: DAPO (Yu et al. 2025); dual clip: Ye et al. 2020, TRL's `delta`.
-    """
+    """Return -min(r·A, clip(r, 1 - ε, 1 + ε_high)·A), for A < 0 and with a dual clip c: at most -c·A. PPO (Schulman et
+    al. 2017); separate bounds: DAPO (Yu et al. 2025); dual clip: Ye et al. 2020, TRL's `delta`."""
     ratio_N, advantages_N = bounded_exp(terms.log_ratio_N), terms.advantages_N
     bounded_N = ratio_N.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max) * advantages_N
     clipped_N = ratio_N * advantages_N > bounded_N
@@ -88,20 +86,16 @@ def unclipped(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def cispo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """Return -sg(clip(r, 1 - ε, 1 + ε_high))·A·log π: every token keeps a gradient (MiniMax-M1, Chen et al. 2025).
-
-    TRL names the bound itself, min(r, ε_high): its 5.0 is ratio_clip_max 4.0 and ratio_clip_min 1.0 here.
-    """
+    """Return -sg(clip(r, 1 - ε, 1 + ε_high))·A·log π: every token keeps a gradient (MiniMax-M1, Chen et al. 2025). TRL
+    names the bound itself, min(r, ε_high): its 5.0 is ratio_clip_max 4.0 and ratio_clip_min 1.0 here."""
     ratio_N = bounded_exp(terms.log_ratio_N.detach())
     bounded_N = ratio_N.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
     return PolicyLosses(-bounded_N * terms.advantages_N * terms.current_N, bounded_N != ratio_N)
 
 
 def sapo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """Return -(4/τ)·σ(τ·(r - 1))·A, with one τ for A > 0 and one for the others (Gao et al. 2025, arXiv 2511.20347).
-
-    At r = 1 the slope in r is that of -r·A; away from it the gradient of the sigmoid falls gradually instead of being clipped.
-    """
+    """Return -(4/τ)·σ(τ·(r - 1))·A, with one τ for A > 0 and one for the others (Gao et al. 2025, arXiv 2511.20347). At
+    r = 1 the slope in r is that of -r·A; away from it the gradient falls gradually instead of being clipped."""
     ratio_N = bounded_exp(terms.log_ratio_N)
     temperature_N = _by_sign(terms.advantages_N > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, ratio_N)
     losses_N = -torch.sigmoid(temperature_N * (ratio_N - 1)) * 4 / temperature_N * terms.advantages_N
@@ -109,11 +103,9 @@ def sapo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def dppo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """Return -keep·r·A + c·(log r)², r = π/μ neither bounded nor detached.
-
-    keep is 0 if A > 0 and π - μ > dppo_mask_high, or A < 0 and μ - π > dppo_mask_low: a trust region in total variation
-    (Qi et al. 2026, arXiv 2602.04879; in this form prime-rl, c = 1e-3).
-    """
+    """Return -keep·r·A + c·(log r)², r = π/μ neither bounded nor detached. keep is 0 if A > 0 and π - μ >
+    dppo_mask_high, or A < 0 and μ - π > dppo_mask_low: a trust region in total variation (Qi et al. 2026, arXiv
+    2602.04879; in this form prime-rl, c = 1e-3)."""
     moved_N = terms.current_N.detach().exp() - terms.anchor_N.exp()
     dropped_N = ((terms.advantages_N > 0) & (moved_N > config.dppo_mask_high)) | (
         (terms.advantages_N < 0) & (-moved_N > config.dppo_mask_low)
@@ -123,11 +115,9 @@ def dppo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def vespo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """Return -φ(w)·A·log π with φ(w) = exp(λ)·w^k·exp(-λ·w), detached; φ(1) = 1.
-
-    w = Π r·ρ over the sequence, ρ the token's importance weight; k and λ differ for A ≥ 0 and A < 0. Token log-ratios
-    are clamped to ±20 and log w to [log 1e-8, 20] (as TRL 1.16 defines it).
-    """
+    """Return -φ(w)·A·log π with φ(w) = exp(λ)·w^k·exp(-λ·w), detached; φ(1) = 1. w = Π r·ρ over the sequence, ρ the
+    token's importance weight; k and λ differ for A ≥ 0 and A < 0. Token log-ratios are clamped to ±20 and log w to
+    [log 1e-8, 20] (as TRL 1.16 defines it)."""
     log_ratio_N = terms.log_ratio_N.detach().clamp(-VESPO_MAX_LOG, VESPO_MAX_LOG)
     log_rho_N = terms.weight_N.log().clamp(VESPO_MIN_LOG, VESPO_MAX_LOG)
     log_w_S = per_sequence(log_ratio_N + log_rho_N, terms.sequence_N, terms.num_sequences)
@@ -141,6 +131,5 @@ def vespo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def _by_sign(positive_N: Tensor, positive: float, other: float, like_N: Tensor) -> Tensor:
-    """Return [N] `positive` where `positive_N` is true, else `other`, in the type of `like_N`. (`torch.where` on two
-    floats would round to float32.)"""
+    """Return [N] `positive` where `positive_N`, else `other`, in `like_N`'s type; `torch.where` rounds to float32."""
     return torch.where(positive_N, torch.full_like(like_N, positive), torch.full_like(like_N, other))

@@ -3,7 +3,6 @@
 There are two sources, by grpo.advantage: the rewards of the whole batch, relative to the group or to the batch, or a
 value model. A distillation's advantages depend on the policy that is training, so its objective computes them and this
 phase assigns none. Tokens of episodes get theirs by turn; a group is whole on one rank, so that needs no collective.
-
 Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
 
 Suffixes: M states of the value model, N tokens, S sequences, C samples, F reward functions, T tokens of a sequence.
@@ -80,8 +79,8 @@ def with_advantages(
 def with_clipped_advantages(
     updates: Sequence[Update], spec: RunSpec, device: torch.device
 ) -> tuple[list[Update], dict[str, float]]:
-    """Return the updates with their advantages clipped to grpo.advantage_clip_low and advantage_clip_high, and as a
-    metric the largest absolute value before clipping. All ranks call it together."""
+    """Return the updates with advantages clipped to grpo.advantage_clip_low and advantage_clip_high, and as a metric
+    the largest absolute value before clipping. All ranks call it together."""
     real = _real(updates)
     assigned = [micro.advantages_N for micro in real if micro.advantages_N is not None]
     if not any(m.advantages_N is not None for update in updates for m in update.micro_batches):
@@ -174,8 +173,7 @@ def _scores(
     penalties: Sequence[Tensor | None],
     spec: RunSpec,
 ) -> Tensor:
-    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is the
-    sum over its transcripts."""
+    """Return [C, 2 + F] float64: group id, β·ΣKL (over all transcripts) and rewards of this rank's samples."""
     scores = torch.zeros(int(samples.max(initial=-1)) + 1, 2 + len(spec.rewards), dtype=torch.float64)
     for sample, sequence in zip(samples.tolist(), batch, strict=True):
         scores[sample, 0] = sequence.group_id
@@ -231,8 +229,7 @@ def _real(updates: Sequence[Update]) -> list[MicroBatch]:
 
 
 def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Update]:
-    """Return the updates with the micro-batches `real` instead of `_real(updates)`. Tokens of dummies get the advantage
-    0."""
+    """Return the updates with `real` in place of `_real(updates)`. Tokens of dummies get the advantage 0."""
     rest = iter(real)
 
     def replacement(micro: MicroBatch) -> MicroBatch:
@@ -244,8 +241,7 @@ def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Upd
 
 
 def sample_of_each(batch: Sequence[TrainingSample]) -> IndexArray:
-    """Return [S]: for each sequence of this part, in order, the index of its sample. Transcripts of an episode share
-    one sample."""
+    """Return [S]: the index of each sequence's sample, in order; transcripts of an episode share one sample."""
     return np.cumsum([sequence.counts for sequence in batch], dtype=np.int64) - 1
 
 
@@ -257,9 +253,8 @@ def advantages_of_turns(
     spec: RunSpec,
     step: int,
 ) -> list[Float64Array]:
-    """Return the [T] advantages of each sequence's tokens, computed as `environment.advantage` says; tokens outside
-    turns get 0. advantages_C: advantages of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the
-    samples."""
+    """Return the [T] advantages of each sequence's tokens, as `environment.advantage` says; tokens outside turns get 0.
+    advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples."""
     rewards: list[list[float]] = [[] for _ in advantages_C]
     for sample, sequence in zip(samples_S.tolist(), batch, strict=True):
         rewards[sample] += (

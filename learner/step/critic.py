@@ -1,11 +1,10 @@
 """The value model of PPO: the values of a batch's states, and its update.
 
 Promise: the value loss is that of the global batch, however it is split over micro-batches and ranks; a dummy
-micro-batch takes part in every pass, because under FSDP each pass is a collective.
-
-The order inside a step is the same on all ranks: `with_states` (values of every state, no gradient; advantages and
-returns follow in `paceline.learner.step.assign_advantages`), then for each update `accumulate` beside the policy's
-passes, `gradient_norm`, `step`.
+micro-batch takes part in every pass, because under FSDP each pass is a collective. The order inside a step is the same
+on all ranks: `with_states` (values of every state, no gradient; advantages and returns follow in
+`paceline.learner.step.assign_advantages`), then for each update `accumulate` beside the policy's passes,
+`gradient_norm`, `step`.
 
 A completion of T tokens has T + 1 states: before each token, and after the last one. Suffixes: N tokens of a
 micro-batch, M its states (N + S), S its sequences.
@@ -64,10 +63,9 @@ class Critic:
         return [replace(u, micro_batches=tuple(map(with_states, u.micro_batches))) for u in updates]
 
     def accumulate(self, update: Update, micro: MicroBatch, scale: float, *, is_last: bool) -> None:
-        """Run one micro-batch forward and backward. The value loss is the mean over the update's scored tokens; its
-        gradients are multiplied by `scale`."""
+        """Run one micro-batch forward and backward: the value loss is `scale` times the mean over scored tokens."""
         states = micro.states
-        assert states is not None, "`with_states` was not called"
+        assert states is not None, "call `with_states` before `accumulate`"
         set_gradient_sync(self.model, self._device, is_last)
         values_N = self._values(states.packed)[states.before_token_M]
         if micro.is_dummy:
@@ -97,8 +95,7 @@ class Critic:
         return self._norm
 
     def step(self, factor: float) -> None:
-        """Step the optimizer at `factor` times the peak learning rate. Clip the gradients by the norm that was measured
-        last."""
+        """Step the optimizer at `factor` times the peak rate, with gradients clipped by the last measured norm."""
         clip_gradients(self.model, self._spec.value.max_grad_norm, self._norm)
         set_learning_rate(self.optimizer, self._spec.value.optimizer.lr * factor)
         self.optimizer.step()
@@ -108,7 +105,6 @@ class Critic:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradients and the metrics of an update."""
         self.optimizer.zero_grad(set_to_none=True)
         self._update_sums = {}
 
@@ -142,8 +138,7 @@ class Critic:
 
 
 def _pack_states(sequences: Sequence[TrainingSample], device: torch.device) -> tuple[PackedBatch, Tensor]:
-    """Return the packed sequences, each with one more state at its end (as if another token followed), and
-    `States.before_token_M`."""
+    """Return the packed sequences, each with a further state at its end, and `States.before_token_M`."""
     token = np.zeros(1, np.int32)
     if not sequences:
         sequences = [TrainingSample(-1, token, token)]

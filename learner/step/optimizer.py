@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from paceline.spec import OptimizerSection, SchedulerSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
-"""Number of steps that is the time scale of `inverse_sqrt` if there is no warm-up, as in transformers."""
+"""Time scale of `inverse_sqrt` in steps if there is no warm-up, as in transformers."""
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
@@ -99,8 +99,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class PartwiseAdamW(torch.optim.AdamW):
-    """torch's AdamW that updates a part of a parameter at a time, for moments in bfloat16, or in the host's memory
-    between two updates. Its state has the same entries, so checkpoints have the same form.
+    """torch's AdamW that updates a part of a parameter at a time, for moments in bfloat16 or in the host's memory. Its
+    state has the same entries, so checkpoints have the same form.
 
     The arithmetic is float32 on the parameter's device, and no copy of a whole moment exists there. Moments in bfloat16
     are rounded stochastically: to nearest, a second moment with β₂ = 0.999 would never fall, because a change of 0.1 %
@@ -160,16 +160,15 @@ class PartwiseAdamW(torch.optim.AdamW):
                     moment.copy_(new, non_blocking=True)
 
     def _place_moments(self) -> None:
-        """Convert loaded moments to the type and the device on which they are kept, because torch loads them in the
-        parameter's type and on its device. The parameter's type represents every bfloat16 exactly, so no value changes.
-        """
+        """Convert loaded moments to the type and device of their storage: torch loads them in the parameter's type
+        (which represents every bfloat16 exactly) and on its device."""
         for state in self.state.values():
             for name in MOMENTS:
                 if name in state:
                     state[name] = self._placed(state[name].to(self._moment_dtype))
 
     def _placed(self, moment: Tensor) -> Tensor:
-        """Return a moment in the memory where it is kept between updates. On the host this is pinned memory."""
+        """Return a moment in the memory where it is kept between updates, pinned on the host."""
         if not self._on_host or not moment.is_cuda:
             return moment
         moment = moment.to("cpu")
@@ -207,8 +206,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> None:
     """Prepare the backward pass of a micro-batch. On CPUs, gradients are reduced and parameters freed once per update,
-    because each collective costs more than the memory that it saves; on GPUs every pass reduces: no rank holds a
-    full gradient."""
+    because a collective costs more than that memory; on GPUs every pass reduces: no rank holds a full gradient."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(is_last)
         if device.type == "cpu":

@@ -2,9 +2,8 @@
 of a step returns a new one (`paceline.learner.step`).
 
 Promise: a group's update is the same whatever rank its sequences are on; every rank has equally many micro-batches for
-an update, filled up with dummies of zero weight; an update's counts are those of the global batch.
-
-Packing depends only on lengths (and costs), so a replayed step is packed as it was the first time.
+an update, filled up with dummies of zero weight; an update's counts are those of the global batch. Packing depends only
+on lengths (and costs), so a replayed step is packed as it was the first time.
 
 All ranks call `plan_updates` and `batch_metrics` together, each with its part of the batch. Suffix U is the updates, M
 the micro-batches of one, N the tokens.
@@ -91,11 +90,10 @@ def given(values_N: Tensor | None) -> Tensor:
 
 
 EVEN_COST_TOKENS = 32_768
-"""An update with a sequence of at least this many tokens is packed by cost, if ROOM_FOR_EVEN_COST allows it. At this
-length attention is about two fifths of the cost (8B parameters)."""
+"""An update with a sequence of at least this many tokens, where attention is about two fifths of the cost (8B
+parameters), is packed by cost, if ROOM_FOR_EVEN_COST allows it."""
 ROOM_FOR_EVEN_COST = 1.5
-"""If the budget of a micro-batch is at least this many times the longest sequence, packing by cost is better than first
-fit (docs/operate/performance.md)."""
+"""Least ratio of budget to longest sequence at which packing by cost pays (docs/operate/performance.md)."""
 
 
 def plan_updates(
@@ -204,9 +202,8 @@ def batch_metrics(
 def _of_even_cost(
     part: Sequence[tuple[int, TrainingSample]], spec: RunSpec, shape: ModelShape, passes: int
 ) -> list[tuple[int, ...]]:
-    """Divide the indices of `part` into micro-batches whose passes take about the same time. All ranks get the same
-    number of micro-batches, as many as any rank needs. Each pass gathers and reduces over all ranks, so all ranks wait
-    for the one with the longest sequences."""
+    """Divide the indices of `part` into micro-batches of about equal cost, equally many on all ranks: each pass gathers
+    and reduces over all ranks, so all ranks wait for the one with the longest sequences."""
     lengths = [sample.num_row_tokens for _, sample in part]
     costs = [training_flops(shape, [(1, length)], length) for length in lengths]
     packed = pack_evenly(lengths, costs, spec.policy.row_tokens, passes)
@@ -246,9 +243,8 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
     """Return index lists whose lengths add up to at most `budget_tokens`: first fit, longest first.
 
     First-fit decreasing needs at most 11/9 of the fewest possible micro-batches plus one (Johnson 1973). Within a
-    micro-batch the indices go from long to short (equal lengths in input order), so equal lengths are neighbours and
-    attention can run on them as one dense tensor. A sequence longer than the budget is alone; an empty one is in no
-    micro-batch.
+    micro-batch the indices go from long to short (equal lengths in input order), so that attention can run on equal
+    lengths as one dense tensor. A sequence longer than the budget is alone; an empty one is in no micro-batch.
     """
     if budget_tokens <= 0:
         raise ValueError(f"budget_tokens is {budget_tokens}; it must be positive")
@@ -276,10 +272,8 @@ def pack_evenly(
     lengths: Sequence[int], costs: Sequence[float], budget_tokens: int, num_micro_batches: int
 ) -> list[list[int]]:
     """Return at most `num_micro_batches` index lists, as `pack` does, with about equal cost, highest cost first.
-
-    Longest processing time first (Graham 1969): the costliest remaining sequence goes to the micro-batch of the lowest
-    cost that has room. If a sequence finds no room, the lists are those of `pack`, which need not be as even.
-    """
+    Longest processing time first (Graham 1969): the costliest remaining sequence goes to the micro-batch of the
+    lowest cost that has room. If a sequence finds no room, the lists are those of `pack`, which need not be as even."""
     longest_first = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: (-lengths[i], i))
     bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
     room_tokens, cost_of = [budget_tokens] * num_micro_batches, [0.0] * num_micro_batches

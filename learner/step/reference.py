@@ -3,12 +3,9 @@ the phase of a step that computes the frozen policies' log-probabilities.
 
 `reference_of` chooses: a model in the learner that computes them in every step; the reward pool, whose
 log-probabilities come with the batch; or a precomputation over the whole data set before training (`dpo.precompute`,
-`kto.precompute`).
-
-Promise: all give the same numbers up to rounding by different packing; a precomputation frees its model before training
-begins, and a restart computes the same numbers again (at equal world size).
-
-All ranks make each call together.
+`kto.precompute`). Promise: all give the same numbers up to rounding by different packing; a precomputation frees its
+model before training begins, and a restart computes the same numbers again (at equal world size). All ranks make each
+call together.
 """
 
 from __future__ import annotations
@@ -34,15 +31,14 @@ from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given
 from paceline.spec import RunSpec
 
 BLOCK_ROWS = 1024
-"""Number of rows of each rank whose tokens are in memory at the same time."""
+"""Rows of each rank whose tokens are in memory at the same time."""
 
 
 class Reference:
     """Base of the references. It gives no log-probabilities, for objectives that compare with nothing."""
 
     def prepare(self, source: ExampleSource, rank: int) -> None:
-        """Prepare for the examples of `source`, before the first step. Raises InvalidInput for an example that `source`
-        refuses."""
+        """Prepare for the examples of `source`, before the first step. Raises InvalidInput for a refused example."""
 
     def logprobs(self, packed: PackedBatch) -> Tensor | None:
         """Return [N] log π_ref of the completion tokens; None if it is not available for each token."""
@@ -70,8 +66,7 @@ class LocalReference(Reference):
 
     @torch.no_grad()
     def mix_in(self, policy: PreTrainedModel, share: float) -> None:
-        """Set each parameter to share · policy + (1 - share) · reference, in float32. Both are sharded alike, so each
-        rank mixes its shard."""
+        """Set each parameter to share · policy + (1 - share) · reference, in float32; each rank mixes its shards."""
         for (name, mine), (other, theirs) in zip(self.model.named_parameters(), policy.named_parameters(), strict=True):
             if name != other:
                 raise ValueError(f"the reference has {name!r}, but the policy has {other!r} in its place")
@@ -121,8 +116,8 @@ class PrecomputedReference(Reference):
 
 
 class ComputedBehaviour(Reference):
-    """Computes the starting policy's log-probabilities (log μ) of traces that have none, once, before training. They
-    stay in memory, four bytes a token. KL terms use the log-probabilities of `kl_reference`."""
+    """Computes the starting policy's log-probabilities (log μ) of traces that have none, once, before training; they
+    take four bytes a token. KL terms use the log-probabilities of `kl_reference`."""
 
     def __init__(self, spec: RunSpec, kl_reference: Reference, device: torch.device, temperature: float) -> None:
         self._policy, self._device, self._temperature = spec.policy, device, temperature
@@ -175,8 +170,7 @@ class ComputedBehaviour(Reference):
 def _passes(
     reference: LocalReference, samples: list[TrainingSample], row_tokens: int, device: torch.device
 ) -> Iterator[tuple[list[int], PackedBatch, Tensor]]:
-    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes the same number of
-    passes."""
+    """Yield (indices of samples, their batch, [N] log π_ref) of each pass; every rank makes equally many passes."""
     micro_batches = pack([s.num_row_tokens for s in samples], row_tokens)
     passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=device)).item())
     for i in range(passes):
@@ -198,7 +192,7 @@ def reference_of(spec: RunSpec, policy: PreTrainedModel, device: torch.device, t
 
 
 def _frozen_reference(spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float) -> Reference:
-    """Return the model that the learner holds beside the policy."""
+    """Return the model that the learner holds besides the policy."""
     frozen = spec.frozen_policy
     if frozen is None:
         return Reference()
@@ -225,7 +219,7 @@ def with_frozen_logprobs(
     current: Callable[[PackedBatch], tuple[Tensor, Tensor]],
     reference: Reference,
 ) -> list[Update]:
-    """Return the updates with the frozen log-probabilities that each micro-batch needs: log π_prox, which is `current`
+    """Return the updates with each micro-batch's frozen log-probabilities, if needed: log π_prox, which is `current`
     before the first update, and log π_ref of each token."""
 
     def with_frozen(micro: MicroBatch) -> MicroBatch:

@@ -1,8 +1,6 @@
-"""Statistics of single tokens of a few groups while a step trains: log-probability and entropy, and the comparison of
-the samplers' log-probabilities with the learner's.
+"""Statistics of single tokens of a few groups while a step trains: log-probability, entropy, samplers against learner.
 
-Promise: the step computes and waits for nothing extra. It leaves references to its results, which `of` and `results`
-copy to the host.
+Promise: the step computes and waits for nothing extra; `of` and `results` copy the kept results to the host.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from paceline.learner.batch.samples import PackedBatch, TrainingSample
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """Values of one completion, or of one transcript of an episode: one for each completion token, NaN if it does not
-    train."""
+    """Values of one completion, or one transcript, for each completion token; NaN if the token does not train."""
 
     group_id: int
     index: int
@@ -85,8 +82,7 @@ def _numbers(
 
 
 MAX_DIFFERENCE = 1.0
-"""Largest difference of one token that counts, in nats. A larger difference counts as this value, so that no single
-token decides about a group."""
+"""Largest difference of one token in nats; larger ones count as this, so that no single token decides about a group."""
 
 
 class GroupDifference(NamedTuple):
@@ -104,8 +100,7 @@ class SamplerComparison:
         self._noted: dict[int, tuple[PackedBatch, Tensor]] = {}
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor) -> None:
-        """Keep a micro-batch's log-probabilities under the step's first weights, if it has any of the groups.
-        Repetitions are ignored."""
+        """Keep the chosen groups' log-probabilities under the step's first weights; ignore repetitions."""
         if packed.behaviour_N is not None and self._group_ids.intersection(packed.group_ids_S):
             self._noted.setdefault(id(packed), (packed, logprobs_N.detach()))
 
@@ -124,7 +119,7 @@ class SamplerComparison:
 
 
 def group_difference(group_id: int, differences: Collection[np.ndarray]) -> GroupDifference:
-    """Return the mean of a group with the larger of two standard errors: by the spread of its tokens, as if they were
+    """Return the mean of a group with the larger of two standard errors: by the spread of its tokens, as if
     independent, and by the spread of its completions, whose tokens may have a common error. `differences` has an
     array [T] in nats for each completion, with at least one token in all."""
     tokens = np.concatenate(list(differences))

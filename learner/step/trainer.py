@@ -1,12 +1,11 @@
 """One training step: a batch of sequences becomes one or more optimizer updates.
 
 Promise: loss and gradient are those of the global batch, however it is split over micro-batches and ranks (`bnpo`
-excepted); either every rank steps its optimizer or none does.
-
-All ranks call `train_step` together, each with its part of the batch (which may be empty). Inside, they meet in this
-order: the phases of `paceline.learner.step`; then for each update every rank runs the same number of forward and
-backward passes (a rank with fewer micro-batches adds dummies of zero weight, because under FSDP each pass is a
-collective), agrees on sums and gradient norm, and steps. Meanwhile nothing else may use the default group.
+excepted); either every rank steps its optimizer or none does. All ranks call `train_step` together, each with its part
+of the batch (which may be empty). Inside, they meet in this order: the phases of `paceline.learner.step`; then for each
+update every rank runs the same number of forward and backward passes (a rank with fewer micro-batches adds dummies of
+zero weight, because under FSDP each pass is a collective), agrees on sums and gradient norm, and steps. Meanwhile
+nothing else may use the default group.
 """
 
 from __future__ import annotations
@@ -49,11 +48,9 @@ from paceline.spec import RunSpec
 
 class Trainer:
     """Model, optimizer and the step. Each rank makes one, after the process group if there are several ranks.
-
-    `model` (a transformers model, its parameters DTensors if sharded), `optimizer`, PPO's `critic` and
-    `synced_reference` are public: checkpoints, export and publishing read them between steps. `objective`, which makes
-    samples from the examples of a run, and `reference`, which prepares them, are public too.
-    """
+    Checkpoints, export and publishing read `model` (a transformers model, its parameters DTensors if sharded),
+    `optimizer`, PPO's `critic` and `synced_reference` between steps. `objective` makes samples from a run's
+    examples; `reference` prepares them."""
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self.spec = spec
@@ -68,19 +65,16 @@ class Trainer:
         self._loss_scale = LossScale(self.optimizer, compute_dtype(spec.policy, device))
         self.critic = Critic(spec, device) if spec.uses_value_model else None
         self.skipped: list[NonFiniteLoss] = []
-        """Updates of the last step that were skipped."""
         self.token_statistics: TokenStatistics | None = None
         """Receives the token results of the next steps, if the caller sets it."""
         self.comparison: SamplerComparison | None = None
         """Receives log-probabilities by the weights that the next step starts from, if the caller sets it."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
-        """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
-
-        Raises NonFiniteLoss on every rank if loss or gradient norm is NaN or infinite; that update does not change the
+        """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks. Raises
+        NonFiniteLoss on every rank if loss or gradient norm is NaN or infinite; that update does not change the
         optimizer, the gradients are cleared, and earlier updates of the same step stay. With
-        policy.skip_non_finite_updates it is added to `skipped` instead, and the step continues.
-        """
+        policy.skip_non_finite_updates it is added to `skipped` instead, and the step continues."""
         started_s = time.perf_counter()
         watch = Stopwatch(self.device)
         factor = lr_factor(step, self.spec.max_num_steps, self.spec.policy.scheduler)
@@ -317,8 +311,7 @@ SCALE, UPDATES = "loss_scale", "updates_at_loss_scale"
 
 
 class LossScale:
-    """The scale of one optimizer's loss in float16, whose gradients would vanish below 6·10⁻⁸; 1 for other types. All
-    ranks call it alike.
+    """Scale of an optimizer's loss in float16, where gradients below 6·10⁻⁸ vanish; else 1. All ranks call it alike.
 
     Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the
     gradients are divided by it. If a gradient overflows, the scale is halved and the update is computed again, so every

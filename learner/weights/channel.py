@@ -2,8 +2,7 @@
 
 Every rank has a channel; rank 0 has a separate class, which also serves the members. `publish`, `write_snapshot` and
 the construction are collective calls. The other methods matter only on rank 0, where the control plane's thread calls
-them, and do nothing on the other ranks. `publish` returns once it has copied the weights, which later steps do not
-touch.
+them, and do nothing elsewhere. `publish` returns once it has copied the weights, which later steps do not touch.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ class WeightChannel:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether a member needs a snapshot; if so, all ranks must call `write_snapshot`. Raises the error of a
-        thread that failed."""
+        """Return whether all ranks must call `write_snapshot` for a member. Raises a failed thread's error."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
@@ -32,15 +30,13 @@ class WeightChannel:
         """Write the newest version in full, if the channel uses the object store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """Set the members that receive versions from now on, and return at once. `by_host` are the members whose hosts
-        have relays."""
+        """Set the members that receive versions, and return at once; hosts of those in `by_host` have relays."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Process a member's answer to an offer."""
 
     def progress(self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False) -> None:
-        """Note that a member still works on a version: it has received this number of bytes, or its engine loads the
-        version."""
+        """Note that a member still works on a version: it has `received_bytes`, or its engine is `loading` them."""
 
     def interrupt(self, reason: str) -> None:
         """Repeat the offers that may be unanswered, because messages were lost while the control plane was away."""

@@ -67,8 +67,7 @@ class DeltaChannel(WeightChannel):
 
 
 class Rank0DeltaChannel(DeltaChannel):
-    """The channel on rank 0, which also makes the offers. It calls `announce(version, copy_s)` before a member can have
-    the version."""
+    """The channel on rank 0, with offers. It calls `announce(version, copy_s)` before a member can have a version."""
 
     def __init__(
         self,

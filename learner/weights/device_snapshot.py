@@ -1,5 +1,4 @@
-"""The weights that a rank publishes: its slices of the model's weights, or the changes since the last version, computed
-on its GPU.
+"""The weights that a rank publishes: its slices of the model, or the changes since the last version, found on its GPU.
 
 Nothing is gathered. Each rank copies its box of every tensor that a mesh (of any dimensions) divides; if several ranks
 hold the same box, only the first copies it; rank 0 alone copies the other tensors. Together the slices of all ranks are
@@ -48,7 +47,6 @@ def local_slices(model: nn.Module, dtype: torch.dtype | None) -> list[LocalSlice
 
 
 def slice_of(block: Block, local: torch.Tensor) -> LocalSlice:
-    """Return a box as a slice, copied to host memory."""
     wire = getattr(torch, block.dtype)
     return LocalSlice(block, bits_of(local.to("cpu", wire, copy=True, memory_format=torch.contiguous_format)))
 
@@ -71,8 +69,7 @@ def _boxes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Block,
 
 
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-    """Return this rank's part of a tensor and the indices of the part's first element. The part is None if another rank
-    copies the same one."""
+    """Return this rank's part of a tensor (None if another rank copies it) and its first element's indices."""
     start = tuple(0 for _ in tensor.shape)
     if not isinstance(tensor, DTensor):
         return (tensor, start) if is_first_rank() else (None, start)
@@ -111,7 +108,7 @@ class DeviceSnapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes of the copy on the device."""
+        """Bytes of the copy on the device."""
         return sum(map(self.layout.size_bytes, range(len(self.layout.chunks))))
 
     def fits(self) -> bool:
@@ -133,8 +130,7 @@ class DeviceSnapshot:
     @torch.no_grad()
     def take(self, replaced: VersionSource | None = None) -> VersionSource:
         """Return all slices at the first call, or if the previous version was not written in full; otherwise the
-        changes since the previous version. `replaced` is the result of the last call, if that result will not be
-        written."""
+        changes since the previous version. `replaced` is the last result, if it will not be written."""
         if not self._kept or isinstance(replaced, WholeSlices):
             return self._whole()
         if isinstance(replaced, FoundChanges):
@@ -181,8 +177,7 @@ class DeviceSnapshot:
 
 
 class _OnDevice:
-    """Holds the changes of a chunk while they are copied to the host. They are ordered by class, then by rank in the
-    class."""
+    """Holds the changes of a chunk while they are copied to the host, ordered by class, then by rank in the class."""
 
     def __init__(self, bounds: tuple[int, ...], sizes_C: Tensor, counts_C: Tensor, arrays: list[Tensor]) -> None:
         self._bounds = bounds

@@ -1,7 +1,6 @@
 """Gathers the model's weights on rank 0, as a copy that later optimizer steps do not touch.
 
 The ranks share the work: each converts its shards to the published type and packs them, and only rank 0 receives.
-
 Promise: every rank goes through the same buckets in the same order, and all buckets have ended when the call returns,
 so no unfinished gather overlaps with another collective; only rank 0 keeps the weights. Names are those of the Hugging
 Face model without wrappers; tied weights appear under each of their names but exist once.
@@ -23,27 +22,23 @@ from paceline.weights.format.manifest import TensorPlan, WeightManifest
 from paceline.weights.format.packing import empty_flat, views
 
 BUCKET_BYTES = 64 << 20
-"""Largest number of bytes of a rank's shards that are sent at a time."""
+"""Most bytes of a rank's shards that are sent at a time."""
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""Parts that wrappers add to state-dict names; the model that receives the weights has no wrappers."""
+"""Parts that wrappers add to state-dict names; the receiving model has no wrappers."""
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return all published tensors on rank 0: whole, in host memory (pinned if the model is on a GPU). Other ranks get
-    none.
-
-    A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
-    converted to `dtype` (None keeps theirs) before they are sent. The tensors are views of one allocation, laid out as
-    `paceline.weights.format.packing.plan` does, so they are written without another copy.
-    """
+    """Return all published tensors on rank 0: whole, in host memory (pinned if the model is on a GPU); nothing
+    elsewhere. A collective call: all ranks of the model's mesh must make it at the same point. Floating-point
+    tensors are converted to `dtype` (None keeps theirs) before they are sent. The tensors are views of one
+    allocation, laid out as `paceline.weights.format.packing.plan` does, so they are written without another copy."""
     tensors = named_weights(model)
     return _gather(tensors, dtype, _allocate(tensors, dtype))
 
 
 def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather the architecture's whole state dict in the same way as `gather_weights`, with an adapter merged into its
-    base."""
+    """Gather the architecture's whole state dict as `gather_weights` does, with an adapter merged into its base."""
     if not has_adapter(model):
         return gather_weights(model, None)
     state = _state(model)
@@ -82,11 +77,9 @@ def _gather(
 
 
 class _Gathering:
-    """A bucket that is sent to rank 0: every rank's shards of some tensors, one after another.
-
-    Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; a rank with
-    fewer rows is padded, because a gather needs equal sizes. Only the first replica sends.
-    """
+    """A bucket that is sent to rank 0: every rank's shards of some tensors, one after another. Rank r of K has rows
+    [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; a rank with fewer rows is
+    padded, because a gather needs equal sizes. Only the first replica sends."""
 
     def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> None:
         self._bucket = bucket
@@ -127,8 +120,7 @@ class _Gathering:
 
 
 def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
-    """Yield the tensors of `sharded` in order, in buckets. The tensors of a bucket have the same mesh, and at most
-    BUCKET_BYTES on each rank; a larger tensor is a bucket alone."""
+    """Yield `sharded` in order, in buckets of one mesh and at most BUCKET_BYTES on each rank or of one tensor."""
     part: list[tuple[str, DTensor]] = []
     filled = 0
     for name, tensor in sharded:
@@ -197,7 +189,7 @@ def _planned(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> 
 
 
 def wire_name(tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
-    """Return the name of the type that a tensor is published in."""
+    """Return the name of a tensor's published type."""
     wire = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return str(wire).removeprefix("torch.")
 

@@ -2,10 +2,8 @@
 
 Rank 0 adds the manifest, with the digests from the relays of all the learner's hosts, and informs the coordinator,
 which tells each host where to read. Members without a relay, and members that relays failed to reach several times,
-read the run's object store, which rank 0 writes only for them.
-
-Rank 0 has two threads: one completes manifests (`_complete_forever`), one puts versions into the object store
-(`_store_forever`). Only `close` waits for them, for at most CLOSE_WAIT_S.
+read the run's object store, which rank 0 writes only for them. Rank 0 has two threads: one completes manifests
+(`_complete_forever`), one puts versions into the object store (`_store_forever`). Only `close` waits for them.
 """
 
 from __future__ import annotations
@@ -51,13 +49,11 @@ class Hosts:
     """The learner's hosts, the same on all ranks."""
 
     host_of_rank: tuple[int, ...]
-    """Index of each rank's host."""
     rank: int
     token: bytes
 
     @property
     def source(self) -> int:
-        """Index of this rank's host."""
         return self.host_of_rank[self.rank]
 
     @property
@@ -106,10 +102,10 @@ class HostChannel(WeightChannel):
             self._board.put(_key(version, self._hosts.source), json.dumps(note).encode())
 
     def _on_held(self, held: host_agent_pb2.HeldVersion, segment: HostSegment) -> None:
-        """Process a complete version of this host; only rank 0 overrides it."""
+        """Process a complete version of this host; only rank 0 does."""
 
     def _on_replaced(self) -> None:
-        """Process the replacement of this host's relay; only rank 0 overrides it."""
+        """Process the replacement of this host's relay; only rank 0 does."""
 
     @property
     def _address(self) -> list[str]:
@@ -138,21 +134,18 @@ class Rank0HostChannel(HostChannel):
         self._announce, self._send = announce, send
         self._changed = threading.Condition()
         self._staged: list[tuple[Version, list[bytes]]] = []
-        """Versions that this host has staged and whose manifests are not complete yet."""
+        """Versions staged by this host whose manifests are not complete yet."""
         self._newest: tuple[HostManifest, worker_pb2.HostVersion] | None = None
-        """Manifest of the newest version that has one, and the message about it."""
+        """The newest complete manifest, and the message about its version."""
         self._here: tuple[Version, int, HostSegment] | None = None
-        """The newest complete version of this host, with the generation and the host segment."""
+        """The newest complete version of this host, with generation and host segment."""
         self._needs_store = False
-        """True while a member gets its weights from the object store."""
         self._put: Version | None = None
-        """The newest version that was put into the object store."""
         self._roster: tuple[int, tuple[str, ...], frozenset[str]] = (0, (), frozenset())
         self._overtaken = threading.Event()
-        """Set when it is pointless to wait longer for the other hosts' digests, because there is a newer version or the
-        channel ends."""
+        """Set once waiting for other hosts' digests is pointless: there is a newer version, or the channel ends."""
         self._notes: dict[str, dict[str, list[str]]] = {}
-        """Notes of the other hosts about the newest version. Maps the key of a note to its content."""
+        """Maps note keys to contents: the other hosts' notes about the newest version."""
         self._dividing = threading.Lock()
         super().__init__(client, hosts, board, writer)
         self._threads = [
@@ -209,12 +202,11 @@ class Rank0HostChannel(HostChannel):
         self._store.close()
 
     def member_failed(self) -> None:
-        """Offer the versions in the object store to members that relays cannot reach."""
+        """Offer stored versions to members that relays cannot reach."""
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the roster among hosts' relays and the object store. One thread at a time, so the newest roster is
-        applied last."""
+        """Divide the roster among relays and object store, one thread at a time: the newest is applied last."""
         with self._dividing:
             with self._changed:
                 epoch, member_ids, by_host = self._roster
@@ -262,8 +254,7 @@ class Rank0HostChannel(HostChannel):
                 unforeseen.note("the manifest of a version", error)
 
     def _complete(self, version: Version, digests: list[bytes]) -> None:
-        """Make the manifest of a version that this host has staged, once all hosts have, and send it to the
-        coordinator."""
+        """Make the manifest of a staged version, once all hosts have staged it, and send it to the coordinator."""
         by_source, addresses = {0: iter(digests)}, [self._address]
         for source in range(1, self._hosts.num_hosts):
             document = self._note_of(version, source)
@@ -293,7 +284,7 @@ class Rank0HostChannel(HostChannel):
         self._follow(message)
 
     def _note_of(self, version: Version, source: int) -> dict[str, list[str]] | None:
-        """Return another host's note about a version; None if this host has staged a newer version in the meantime."""
+        """Return another host's note about a version; None if this host has staged a newer one in the meantime."""
         key = _key(version, source)
         if key not in self._notes:
             note = self._board.wait(key, self._overtaken)
@@ -305,8 +296,7 @@ class Rank0HostChannel(HostChannel):
         return self._notes[key]
 
     def _follow(self, message: worker_pb2.HostVersion) -> None:
-        """Make this host's relay complete a version for the object store. With one learner host the version is complete
-        already."""
+        """Make this host's relay complete a version for the object store; with one learner host it is complete."""
         if not self._needs_store and self._hosts.num_hosts > 1:
             return
         plan = worker_pb2.HostPlan(

@@ -3,9 +3,8 @@
 Nothing is gathered: each rank of the first replica writes its rows of a tensor that is split by rows, and rank 0 writes
 the other tensors. Only a tensor with another placement is made whole first, by a collective of all ranks, one at a
 time. On a GPU the conversion and the copies run on a separate stream into page-locked memory; the caller gets an event,
-and only the next optimizer step waits.
-
-Promise: every byte of every tensor is written by exactly one rank, at the offset that all ranks computed.
+and only the next optimizer step waits. Promise: every byte of every tensor is written by exactly one rank, at the
+offset that all ranks computed.
 """
 
 from __future__ import annotations

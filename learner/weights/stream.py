@@ -1,7 +1,6 @@
-"""Streams a model's whole tensors to rank 0, a piece at a time, so that memory does not grow with it.
+"""Streams a model's whole tensors to rank 0, a piece at a time, so that memory does not grow with the model.
 
 Each rank merges its rows of an adapter into its rows of the base and converts them, so only the requested type is sent.
-
 Promise: every rank goes through the same collectives in the same order, whatever rank 0 does with the pieces; tied
 weights come once. Names are those of the architecture, without wrappers and adapters.
 """
@@ -44,8 +43,7 @@ class Weight:
     scaling: float = 1.0
 
     def dtype(self, requested: torch.dtype | None) -> torch.dtype:
-        """Return the type in which the weight is exported: `requested` for a floating-point weight, if given, else its
-        own."""
+        """Return the type of the exported weight: `requested` for a floating-point weight, if given, else its own."""
         return requested if requested is not None and self.tensor.is_floating_point() else self.tensor.dtype
 
     def rows(self, begin: int, end: int, whole_a_RI: Tensor | None, requested: torch.dtype | None) -> Tensor:
@@ -96,8 +94,7 @@ def pieces(
 def _gathered(
     name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None, piece_bytes: int
 ) -> Iterator[TensorRun]:
-    """Yield the pieces of a tensor. Rank r of K has its rows [r·c, (r + 1)·c), c = ceil(rows / K). Only the first
-    replica sends."""
+    """Yield the pieces of a tensor; rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Only replica 0 sends."""
     if not in_first_replica(tensor):
         return
     ranks, group = shard_group(tensor)

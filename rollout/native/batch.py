@@ -2,14 +2,12 @@
 
 Slots [0, n) of every tensor hold the running sequences; the last ones replace one that ends. The data of a step are
 tensors on the model's device, and the data of the host are in `RunningSequence`, so a step has no Python work per
-sequence and reads back one flag per sequence.
-
-Promise: a sequence's tokens are those that it would get alone.
+sequence and reads back one flag per sequence. Promise: a sequence's tokens are those that it would get alone.
 
 The last token of a sequence has no keys and values yet, because it is the input of the next step. So the cache holds
 `total` - 1 positions, and only those are computed again after a change of weights. Requests with equal tokens, such as
-the completions of one group, share one prefill pass even if they join at different times (`PromptCache`); it is cleared
-when the weights change.
+the completions of one group, share one prefill pass even if they join at different times (`PromptCache`, cleared with
+new weights).
 
 Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V
 vocabulary, H key-value heads, D head size.
@@ -34,16 +32,13 @@ from paceline.rollout.native.sampling import mask_stop_tokens, mix_seed, penalis
 from paceline.rollout.stop_strings import StopScanner
 
 PREFILL_TOKENS = 8192
-"""Largest number of padded tokens in one prefill pass, which bounds its activations. A single longer prompt is computed
-in one pass."""
+"""Most padded tokens in one prefill pass, which bounds its activations; a single longer prompt has its own pass."""
 TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
 TEMPERATURE, TOP_P, MIN_P, PENALTY = range(4)
 
 
 @dataclass(eq=False)
 class RunningSequence:
-    """The host's data about one running sequence."""
-
     request: GenerationRequest
     stop_ids: frozenset[int]
     limit: int
@@ -64,7 +59,6 @@ class RunningSequence:
 
     @property
     def stopped(self) -> bool:
-        """True once the sequence's text has a stop string."""
         return self.scanner is not None and self.scanner.stopped
 
     @property
@@ -96,7 +90,7 @@ class DecodeBatch:
         self.sequences: list[RunningSequence] = []
         self.version: Version | None = None
         self.prefix_hits = 0
-        """Number of prompt tokens that were not computed, because another sequence had the same prompt."""
+        """Number of prompt tokens taken from other sequences with the same prompt, not computed."""
         self._cache = SlotCache(num_slots)
         self._prompts = prompts if prompts is not None else PromptCache()
         self._step = self._changes = 0
@@ -115,8 +109,7 @@ class DecodeBatch:
         return self.num_slots - len(self.sequences)
 
     def add(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
-        """Add sequences: compute their prompts (equal prompts once for each version) and sample their first tokens.
-        Return the sequences that have ended."""
+        """Compute prompts (equal ones once for each version), sample first tokens; return the ended sequences."""
         by_prompt: dict[bytes, list[RunningSequence]] = {}
         for sequence in sequences:
             by_prompt.setdefault(sequence.given_ids().tobytes(), []).append(sequence)
@@ -133,7 +126,7 @@ class DecodeBatch:
         return self._take(self._ended(), None)
 
     def step(self) -> list[Ended]:
-        """Sample one more token for every sequence. Return the sequences that ended; they have left the batch."""
+        """Sample one more token for every sequence. Return the sequences that ended, which have left the batch."""
         num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         positions_R = total_R - 1
@@ -196,8 +189,7 @@ class DecodeBatch:
         self._append(state.logits_V.expand(end - first, -1), first, end)
 
     def _place(self, sequences: list[RunningSequence]) -> tuple[int, int, int]:
-        """Write tokens and parameters of new sequences to the next slots; return the first slot, the one after the last, and
-        the tokens of the longest sequence."""
+        """Write new sequences' tokens and parameters to the next slots; return (first slot, end, longest length)."""
         first, end = len(self.sequences), len(self.sequences) + len(sequences)
         token_ids = [sequence.given_ids() for sequence in sequences]
         longest = max(map(len, token_ids))
@@ -278,8 +270,8 @@ class DecodeBatch:
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index, and return their completions with the finish reason `reason`. Without `reason`, a
-        completion gets `stop` or `length`, depending on its last token and on the stop strings."""
+        """Remove sequences by index; return their completions with the finish reason `reason`; without `reason`, with
+        `stop` or `length`, by the last token and the stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -330,7 +322,7 @@ class DecodeBatch:
         self._note_masks(self.sequences)
 
     def _note_masks(self, sequences: Sequence[RunningSequence]) -> None:
-        """Add the changes of the logits that the parameters of `sequences` need."""
+        """Note the changes of logits that the parameters of `sequences` need."""
         params = [sequence.request.params for sequence in sequences]
         self._masks_top |= any(p.top_k > 0 or p.top_p < 1 for p in params)
         self._masks_stop |= any(p.min_new_tokens > 0 for p in params)
@@ -338,8 +330,7 @@ class DecodeBatch:
         self._penalises |= any(p.repetition_penalty != 1 for p in params)
 
     def _recompute(self, start: int, stop: int) -> None:
-        """Compute keys and values of the sequences [start, stop) again with new weights, except those of their last
-        tokens."""
+        """Compute keys and values of sequences [start, stop) again with new weights, but not of their last tokens."""
         for sequence in self.sequences[start:stop]:
             sequence.computed_at = self._changes
         longest = self._longest - 1
@@ -360,7 +351,7 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 
 def _chunks(groups: list[list[RunningSequence]]) -> Iterator[list[list[RunningSequence]]]:
-    """Yield `groups` in parts whose prompts, padded to the longest of the part, stay within PREFILL_TOKENS."""
+    """Yield `groups` in parts whose prompts, padded to the part's longest, stay within PREFILL_TOKENS."""
     part: list[list[RunningSequence]] = []
     longest = 0
     for group in groups:
@@ -385,7 +376,7 @@ class PromptState:
     layers_HTD: tuple[tuple[int, Tensor, Tensor], ...]
     """Index, keys and values of each layer."""
     logits_V: Tensor
-    """Logits of the token that follows the prompt."""
+    """Logits of the token after the prompt."""
 
     @property
     def num_bytes(self) -> int:
@@ -394,9 +385,8 @@ class PromptState:
 
 
 class PromptCache:
-    """Cache for the results of lately computed prompts: keys, values and logits of the next token, all under the
-    current weights. The key of an entry is the bytes of the prompt's token ids. All entries together have at most
-    `max_bytes` bytes; 0 keeps none."""
+    """Cache of recent prompts' keys, values and next-token logits under the current weights, keyed by the bytes of
+    their token ids; at most `max_bytes` in total, 0 keeps none."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -421,6 +411,6 @@ class PromptCache:
             self._num_bytes -= oldest.num_bytes
 
     def clear(self) -> None:
-        """Drop all entries, because the weights have changed."""
+        """Drop all entries: the weights have changed."""
         self._entries.clear()
         self._num_bytes = 0

@@ -5,9 +5,8 @@ model and batch; callers append to the inbox (`_waiting`, `_aborted`, `_updates`
 their answers through futures on their loops. In each turn the thread takes the inbox, aborts, changes weights, lets
 requests join, scores some given texts, and decodes one token for every sequence. So aborts and new weights wait for one
 decode step, and new requests for free slots. When an error ends the thread, all waiting and later callers get its
-reason. A given text's log-probabilities are those that it would get alone.
-
-Axis suffixes: R texts of a pass, T tokens of the longest.
+reason. A given text's log-probabilities are those that it would get alone. Axis suffixes: R texts of a pass, T tokens
+of the longest.
 """
 
 from __future__ import annotations
@@ -84,12 +83,10 @@ class NativeEngine:
 
     @property
     def capacity(self) -> int:
-        """See `Engine.capacity`: as many as the batch holds."""
         return self.max_batch_size
 
     @property
     def prefix_hits(self) -> int:
-        """Number of prompt tokens that were not computed, because another sequence had the same prompt."""
         return self._batch.prefix_hits
 
     async def ready(self) -> None:
@@ -232,8 +229,8 @@ class NativeEngine:
         return True
 
     def _joining(self) -> list[RunningSequence]:
-        """Return the requests that join now: all waiting ones as soon as they fit, else some when an eighth of the
-        batch is free. A prefill pass for each sequence that ends would cost as much as a decode step of the batch."""
+        """Return the requests that join now: all as soon as they fit, else some when an eighth of the batch is free. A
+        prefill pass for each sequence that ends would cost as much as a decode step of the batch."""
         free = self._batch.num_free
         with self._wake:
             if free < min(len(self._waiting), max(1, self.max_batch_size // 8)):
@@ -307,8 +304,7 @@ def _unstarted(sequence: RunningSequence) -> Ended:
 
 
 def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Set results (or exceptions) of futures from another thread. Each loop is woken once, however many of its futures
-    get a result."""
+    """Set results (or exceptions) of futures from another thread; each loop is woken once for all its futures."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = defaultdict(list)
     for future, value in answers:
         by_loop[future.get_loop()].append((future, value))
@@ -331,8 +327,7 @@ def _set_all(items: list[tuple[asyncio.Future[Any], Any]]) -> None:
 
 
 PASS_TOKENS = 8192
-"""Largest number of padded tokens in one pass, which bounds its activations. A single longer text is computed in one
-pass."""
+"""Most padded tokens in one pass, which bounds its activations; a single longer text has its own pass."""
 
 
 @dataclass(eq=False)
@@ -340,12 +335,11 @@ class Scoring:
     """A text that waits for its log-probabilities."""
 
     token_ids: IntArray
-    """[P] token ids of the text."""
     answer: asyncio.Future[PromptLogprobs]
 
 
 def score_next(waiting: deque[Scoring], model: NativeModel, version: Version) -> list[tuple[asyncio.Future[Any], Any]]:
-    """Take the oldest texts that fit one pass from `waiting`, and return each one's answer. One thread calls it."""
+    """Take the oldest texts that fit one pass from `waiting`; return their answers. One thread calls it."""
     taken: list[Scoring] = []
     longest = 0
     while waiting and (not taken or max(longest, len(waiting[0].token_ids)) * (len(taken) + 1) <= PASS_TOKENS):

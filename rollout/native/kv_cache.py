@@ -1,11 +1,9 @@
 """The key-value cache of a batch whose sequences have different lengths.
 
-A transformers `Cache` over fixed slots: new keys and values are written in place at each slot's position, so a decode step
-copies no earlier keys or values, and attention reads a view.
-
-Promise: slots [0, n) are the running ones, and each attends to its first `length` positions only.
-
-Axis suffixes: S slots, R slots in use, H key-value heads, C capacity, T new tokens, D head size.
+A transformers `Cache` over fixed slots: new keys and values are written in place at each slot's position, so a decode
+step copies no earlier keys or values, and attention reads a view. Promise: slots [0, n) are the running ones, and each
+attends to its first `length` positions only. Axis suffixes: S slots, R slots in use, H key-value heads, C capacity, T
+new tokens, D head size.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ class SlotCache(Cache):
                 store_SHCD[layer] = new_SHCD
 
     def begin_prefill(self, first_row: int, num_rows: int, num_tokens: int, source_R: Tensor | None) -> None:
-        """Prepare a pass over the first `num_tokens` positions of rows [first_row, first_row + num_rows). If rows share a prompt,
-        `source_R` gives the row of the pass for each row of the cache; None: the same row."""
+        """Prepare a pass over the first `num_tokens` positions of rows [first_row, first_row + num_rows). If rows share
+        a prompt, `source_R` gives the row of the pass for each row of the cache; None: the same row."""
         self.reserve(num_tokens)
         self._first_row, self._num_rows, self._source_R = first_row, num_rows, source_R
         self._positions_R = None

@@ -1,9 +1,7 @@
 """A Hugging Face causal language model for the native engine: prefill, decode one token, replace weights.
 
 Promise: `replace` changes all weights or none, because `check` finds every fault before anything is written; and only
-the positions that are sampled from reach the LM head.
-
-Axis suffixes: R rows, T tokens of a padded prompt, V vocabulary.
+the positions that are sampled from reach the LM head. Axis suffixes: R rows, T tokens of a padded prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen
 
 
 class SlidingWindow(NamedTuple):
-    """The window of a model: the last tokens that a token attends to, including itself, in all layers or in one kind of
-    layer."""
+    """The last tokens that a token attends to, including itself, in all layers or in one kind of layer."""
 
     num_tokens: int
     in_every_layer: bool
@@ -65,7 +62,6 @@ class NativeModel:
     ) -> None:
         self.module = module.eval().requires_grad_(False)
         self.stop_token_ids = stop_token_ids
-        """End-of-sequence tokens of the model's config, its generation config and the tokenizer."""
         self.max_tokens = max_tokens
         """Longest sequence in tokens, prompt and completion together."""
         self.device: torch.device = module.device
@@ -110,11 +106,9 @@ class NativeModel:
 
     def score(self, ids_RT: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return [R, T] log-probabilities of right-padded `ids_RT` at temperature 1, the likeliest tokens and their
-        log-probabilities; column 0 and the padding are meaningless.
-
-        Raises InvalidInput for a model that changes the logits after its LM head (a scale, a soft cap): the head is applied
-        to a few positions at a time, so that the logits of all of them are never in memory together.
-        """
+        log-probabilities; column 0 and the padding are meaningless. Raises InvalidInput for a model that changes the
+        logits after its LM head (a scale, a soft cap): the head is applied to a few positions at a time, so that the
+        logits of all of them are never in memory together."""
         self._last_R = lengths_R - 1
         try:
             output = self.module(input_ids=ids_RT, use_cache=False)
@@ -170,7 +164,7 @@ class NativeModel:
             torch.cuda.synchronize(self.device)
 
     def _decode_mask(self, cache: SlotCache) -> Tensor | dict[str, Tensor]:
-        """Return the mask of a decode pass, or one for each kind of layer if only some layers have a window."""
+        """Return a decode pass's mask, or one for each kind of layer if only some layers have a window."""
         if self._window is None:
             return cache.decode_mask(self.dtype)
         sliding = cache.decode_mask(self.dtype, self._window.num_tokens)
@@ -220,8 +214,8 @@ def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel
 
 
 def _window_of(config: PreTrainedConfig, max_tokens: int) -> SlidingWindow | None:
-    """Return the window of the layers that have one; None if no sequence is longer than it. Raises InvalidInput for a
-    model type whose layers' windows are not known."""
+    """Return the window of the layers that have one; None if no sequence is longer. Raises InvalidInput for a model
+    type whose layers' windows are not known."""
     num_tokens = getattr(config, "sliding_window", None)
     kinds = config.to_dict().get("layer_types")
     if num_tokens is None or num_tokens >= max_tokens or (kinds and "sliding_attention" not in kinds):
@@ -242,8 +236,8 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Float32Head:
-    """Replaces the forward of an LM head of a shorter type (`policy.float32_head`): the product with the model's weights is summed
-    in and rounded to float32, as the learner's is. On a CPU it keeps a copy of the weights in float32."""
+    """Replaces the forward of an LM head of a shorter type (`policy.float32_head`): products with its weights are
+    summed in and rounded to float32, as the learner's. On a CPU it keeps a float32 copy of the weights."""
 
     def __init__(self, head: Any) -> None:
         self._head = head

@@ -2,9 +2,7 @@
 
 Promise: the returned log-probability is that of the distribution from which the token was drawn (after repetition
 penalty, minimum length, temperature, min-p, top-k and top-p), and a row's token depends only on its logits, seed and
-position.
-
-Axis suffixes: R rows of the batch, V vocabulary, K stop tokens.
+position. Axis suffixes: R rows of the batch, V vocabulary, K stop tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ MASK_64 = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the bits of the unsigned 64-bit `value`."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -38,13 +35,10 @@ def _shift_xor(x: Tensor, bits: int) -> Tensor:
 
 
 def splitmix64(state_R: Tensor, position_R: Tensor) -> Tensor:
-    """Return [R] int64: output number `position_R` (from 0) of the SplitMix64 generator started at `state_R`.
-
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finaliser of their
+    """Return [R] int64: output number `position_R` (from 0) of the SplitMix64 generator started at `state_R`. Steele,
+    Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finaliser of their
     reference code (D. Stafford's variant 13). The generator adds a constant in each step and hashes the sum, so its
-    i-th output can be computed alone, as in a counter-based generator. Arithmetic modulo 2^64 is int64 arithmetic that
-    wraps.
-    """
+    i-th output can be computed alone. Arithmetic modulo 2^64 is int64 arithmetic that wraps."""
     z_R = state_R + (position_R + 1) * _signed(GOLDEN_GAMMA)
     z_R = _shift_xor(z_R, 30) * _signed(MIX_1)
     z_R = _shift_xor(z_R, 27) * _signed(MIX_2)
@@ -111,12 +105,11 @@ def sample(
     top_p_R: Tensor | None = None,
     min_p_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ([R] int64 tokens, [R] float32 log-probabilities in nats) drawn by inversion of the cumulative distribution.
-
-    log p = log_softmax(mask(logits / temperature)) in float32, where mask is min-p, then top-k, then top-p; the token is the first whose cumulative probability
-    (in float64) exceeds `uniform_R` times the sum, so a masked token is never drawn. top-k and top-p come together.
-    A row whose logits hold a NaN gets a NaN as its log-probability, and any token.
-    """
+    """Return ([R] int64 tokens, [R] float32 log-probabilities in nats) drawn by inversion of the cumulative
+    distribution. log p = log_softmax(mask(logits / temperature)) in float32, where mask is min-p, then top-k, then
+    top-p; the token is the first whose cumulative probability (in float64) exceeds `uniform_R` times the sum, so a
+    masked token is never drawn. top-k and top-p come together. A row whose logits hold a NaN gets a NaN as its
+    log-probability, and any token."""
     logits_RV = logits_RV.float() / temperature_R[:, None]
     if min_p_R is not None:
         logits_RV = mask_min_p(logits_RV, min_p_R)

@@ -40,8 +40,8 @@ def require_vllm() -> None:
 def engine_arguments(
     spec: RunSpec, config: PreTrainedConfig, architecture: str, device: str, load_weights: bool
 ) -> dict[str, Any]:
-    """Return the arguments for `vllm.AsyncEngineArgs`, for the model that `config` describes and whose class is
-    `architecture`. Token ids in and out: vLLM itself needs no tokenizer."""
+    """Return the arguments for `vllm.AsyncEngineArgs`, for the model of `config` and of the class `architecture`. Token
+    ids in and out: vLLM itself needs no tokenizer."""
     policy, generation = spec.policy, spec.policy.generation
     if generation.temperature < LOWEST_TEMPERATURE:
         raise InvalidInput(
@@ -86,8 +86,7 @@ def engine_arguments(
 
 
 def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -> Any:
-    """Return vLLM's configuration, made in the environment of its processes. Raises InvalidInput with vLLM's message if
-    it refuses an argument or the model."""
+    """Return vLLM's configuration, made in its processes' environment. Raises InvalidInput with vLLM's message."""
     _set_environment(guard, device)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -98,8 +97,7 @@ def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -
 
 
 def _set_environment(guard: ProcessGuard, device: str) -> None:
-    """Set the environment that vLLM's processes inherit. A variable that the user has set keeps its value, unless the
-    guard sets it too."""
+    """Set the environment that vLLM's processes inherit. The user's variables stay, unless the guard sets them too."""
     os.environ.update(guard.environment)
     os.environ["VLLM_RPC_BASE_PATH"] = guard.directory
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

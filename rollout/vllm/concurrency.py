@@ -39,8 +39,7 @@ class ConcurrencyLimit:
     """State machine whose `limit`, from 1 to `most`, is the number of sequences to have, running and waiting."""
 
     def __init__(self, *, sure: int, most: int) -> None:
-        """Start at `sure` sequences, which fit whatever their length is. The engine runs at most `most` sequences at a
-        time."""
+        """Start at `sure` sequences, which fit at any length. The engine runs at most `most` sequences at a time."""
         self._most = most
         self.limit = max(1, min(sure, most))
         self._rest = GROW_EVERY
@@ -63,8 +62,7 @@ class ConcurrencyLimit:
         return self.limit
 
     def ignore_preemptions(self, running: int) -> None:
-        """Ignore the next `running` preemptions: after new weights the engine computes the cache of its running
-        sequences again, and reports each as preempted."""
+        """Ignore the next `running` preemptions, by which the engine computes caches again after new weights."""
         self._excused = running
 
     def _set(self, limit: int) -> None:

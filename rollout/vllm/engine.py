@@ -3,10 +3,8 @@
 A separate thread (`engine_thread`) runs the asyncio loop of AsyncLLM, so that neither its start nor its bookkeeping for
 hundreds of sequences blocks the service. Callers wait for futures. The methods below the line belong to that loop. A
 guard (`process_guard`) watches vLLM's processes (the engine core, a worker for each part of the model): they end with
-this process however it ends.
-
-Every request is one completion (`requests`); siblings are submitted one after the other, so vLLM's prefix cache
-computes their prompt once. vLLM itself reports the versions of tokens.
+this process however it ends. Every request is one completion (`requests`); siblings are submitted one after the other,
+so vLLM's prefix cache computes their prompt once. vLLM itself reports the versions of tokens.
 
 An update of the weights (`update`) that fails before the pause leaves the old weights in use; one that fails during the
 pause ends the engine, because its weights are then unknown.
@@ -66,7 +64,7 @@ WATCH_S = 0.2
 END_S = 0.5
 """Seconds for the engine's processes to end by themselves, which they never do on CPUs; then the guard kills them."""
 SCORING_ATTEMPTS = 3
-"""Number of attempts to score a text under one version; new weights during an attempt cause the next one."""
+"""Attempts to score a text under one version; new weights during an attempt cause the next."""
 log = logging.getLogger(__name__)
 
 
@@ -74,12 +72,11 @@ log = logging.getLogger(__name__)
 class _Sequence:
     request: GenerationRequest
     name: str
-    """Id of the request within vLLM: unique over the engine's life, so that the caller's id is free as soon as the
-    request has ended."""
+    """Id of the request within vLLM, unique over the engine's life, so that the caller's id is free after the request.
+    """
     limit: int
-    """Largest number of tokens of prompt and completion together."""
+    """Most tokens of prompt and completion together."""
     loop: asyncio.AbstractEventLoop
-    """The caller's asyncio loop."""
     aborted: bool = False
     submitted: bool = False
 
@@ -88,8 +85,7 @@ class VllmEngine:
     """See `paceline.rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
-        """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput if vLLM or the
-        model's config cannot be used."""
+        """Begin to start the engine; `ready` waits. Raises InvalidInput if vLLM or the model's config is unusable."""
         config = read_config(spec.policy)
         self._spec = spec
         layout = meta_layout(config)
@@ -124,7 +120,6 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        """Number of sequences in the batch, as of the last step."""
         return min(sum(report.latest.running for report in self._reports), len(self._live))
 
     @property
@@ -184,13 +179,11 @@ class VllmEngine:
 
     @property
     def prefix_hits(self) -> int:
-        """Number of prompt tokens that were not computed, because the prefix cache had them."""
         return sum(report.prefix_hits for report in self._reports)
 
     async def weight_parts(self) -> tuple[list[int], list[int]]:
-        """Return two lists with a number of bytes for each worker: the bytes of the last version that the worker has
-        verified, and the bytes that the worker loads of a version. With data parallelism the workers are those of one
-        replica."""
+        """Return (bytes of the last version that the worker has verified, bytes that it loads of a version), each a
+        list by worker; with data parallelism by the workers of one replica."""
         loaded = await self._thread.result(self._thread.submit(self._updates.loaded_bytes()))
         return self._updates.verified_bytes, loaded
 
@@ -335,15 +328,12 @@ class VllmEngine:
             whole = await asyncio.to_thread(self._weights.whole, weights)
             async with self._updates.read(whole):
                 try:
-                    pause_s = await self._updates.swap(version, self._in_hand)
+                    pause_s = await self._updates.swap(version, lambda: len(self._live))
                     self.version = version
                     return pause_s
                 except BaseException as error:
                     self._failed = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")
                     raise self._failed from error
-
-    def _in_hand(self) -> int:
-        return len(self._live)
 
     def _on_step(self, preempted: int) -> None:
         latest = [report.latest for report in self._reports]

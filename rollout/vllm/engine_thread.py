@@ -1,8 +1,7 @@
 """A thread with the asyncio loop of an engine: callers submit work, and get the reason when the engine has ended.
 
 The engine's coroutine runs on the loop from the thread's start to its end. Callers on other loops wait for futures, so
-that the engine never blocks them. When the engine has ended, all waiting callers get the reason, and later work is
-refused: no work is accepted that will not be done.
+that the engine never blocks them. At its end all waiting callers get the reason, and later work is refused.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ class EngineThread:
 
     def __init__(self, live: Callable[[], Coroutine[Any, Any, None]], at_end: Callable[[], object]) -> None:
         self.started: Future[None] = Future()
-        """Future that `live` completes. It fails with Unavailable if the engine was closed before, with EngineDied if
-        it died before."""
+        """Future that `live` completes; fails with Unavailable or EngineDied if the engine ended before."""
         self.ended: Future[None] = Future()
         self.error: BaseException | None = None
-        """The error that ended the engine."""
         self.closing = False
         """True once a caller ends the engine; `live` checks it."""
         self._live = live
@@ -43,8 +40,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Run `work` on the engine's loop. Raises EngineDied if the engine has died, and Unavailable if it was closed,
-        even if the loop has only just ended."""
+        """Run `work` on the engine's loop. Raises EngineDied or Unavailable once the engine has died or was closed."""
         with self._gate:
             if not self._over:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -3,10 +3,8 @@
 An engine of several processes outlives a killed owner, and shared memory outlives them all. So the owner starts a guard
 first: a bare interpreter, in a separate session and without a parent, that waits for the end of a pipe which only the
 owner holds. Then it kills every process that has the engine's mark in its environment, and unlinks the shared memory
-that they mapped.
-
-Promise: this holds for any end of the owner, including SIGKILL of its whole process group; only a killed guard breaks
-it.
+that they mapped. Promise: this holds for any end of the owner, including SIGKILL of its whole process group; only a
+killed guard breaks it.
 
 Run as a file, it imports no module of this project. Linux only: it reads /proc.
 """
@@ -31,10 +29,9 @@ VARIABLE = "PACELINE_ENGINE"
 SHARED_MEMORY = "/dev/shm/"
 STARTING_S = 0.1
 RUNNING_S = 5.0
-"""Longest time in seconds between two checks of the processes' shared memory, before and after the owner has reported
-their start; the guard also checks whenever a new file appears."""
+"""Longest time in seconds between checks of the processes' shared memory; new files cause a check at once."""
 LOOK_S = 0.02
-"""Shortest time in seconds between two checks, even if other programs put many files into shared memory."""
+"""Shortest time in seconds between checks, even if other programs put many files into shared memory."""
 IN_CREATE = 0x100
 """inotify(7): a file was created in the folder."""
 KILL_S = 10.0
@@ -42,8 +39,7 @@ KILL_S = 10.0
 
 
 class ProcessGuard:
-    """The owner's object for a guard. Make it before the engine, start the engine with `environment`; `close` it after
-    the engine's end."""
+    """The owner's object for a guard. Make it before the engine, pass on `environment`, `close` it afterwards."""
 
     def __init__(self) -> None:
         # The resource tracker of this process removes the process's semaphores at its end. It has to run before the
@@ -68,8 +64,7 @@ class ProcessGuard:
         guard.wait()  # the guard itself continues as a separate process
 
     def started(self) -> None:
-        """Report that all of the engine's processes have started, and wait until the guard has noted their shared
-        memory; from now on it checks less often."""
+        """Report that all processes run; return once the guard, then less busy, has noted their shared memory."""
         self._owner.write(b"s")
         self._owner.flush()
         ready, _, _ = select.select([self._end], [], [], KILL_S)
@@ -114,8 +109,7 @@ class _Engine:
         return pids
 
     def _mapped(self, pid: int) -> set[str]:
-        """Return the files of shared memory that a process has mapped: only those made since the guard began, and none
-        in folders, because a user may keep a model there."""
+        """Return a process's shared-memory files: new ones only, none in folders, where a user may keep a model."""
         lines = _read(pid, "maps").decode(errors="replace").splitlines()
         names = {line.partition(SHARED_MEMORY)[2].removesuffix(" (deleted)") for line in lines}
         return {name for name in names if name and "/" not in name} - self._others

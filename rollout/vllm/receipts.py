@@ -1,13 +1,10 @@
-"""Receipts of an engine's workers for weights that they have mapped and verified, in a page of memory that all of them
-share.
+"""Receipts of an engine's workers for weights that they have mapped and verified, in a page of memory that they share.
 
 A worker verifies on a thread while it decodes, so it cannot answer a call; it writes its receipt instead. The promise:
-a receipt is valid for one order and the reader's part of these contents only, so an old receipt or another reader's does
-not count; with all receipts every byte of a version was verified. Orders are numbered for the engine's life, because
-nothing else distinguishes two versions: two segments count their generations alike, and a manifest that came by hosts
-has no checksums.
-
-The page is a memfd without a name: it ends with the processes.
+a receipt is valid for one order and the reader's part of these contents only, so an old receipt or another reader's
+does not count; with all receipts every byte of a version was verified. Orders are numbered for the engine's life,
+because nothing else distinguishes two versions: two segments count their generations alike, and a manifest that came by
+hosts has no checksums. The page is a memfd without a name: it ends with the processes.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ from paceline.weights.hosts.host_weights import MAX_SEGMENTS
 from paceline.weights.hosts.segment import HostSegment, identity_of
 
 SLOT = struct.Struct("<32sQQBxH204s")
-"""Fields of a reader's entry: the receipt, the order's number, the number of verified bytes; for an error its kind,
-length and text."""
+"""Fields of a reader's entry: receipt, order number, number of verified bytes; an error's kind, length and text."""
 ERROR_BYTES = 204
 FAILED = b"\xff" * 32
 KINDS: tuple[type[PacelineError], ...] = (Unavailable, WireError, InvalidInput)
@@ -64,8 +60,7 @@ class ReadOrder:
 
 
 def receipt_of(content_hash: str, order: int, reader: int) -> bytes:
-    """Return the receipt of reader number `reader` for its part of the contents with this hash, in order number
-    `order`."""
+    """Return the receipt of reader number `reader` for its part of the contents with this hash, in order `order`."""
     return hashlib.sha256(f"{content_hash}/{order}/{reader}".encode()).digest()
 
 
@@ -151,12 +146,10 @@ class ReadWeights:
 
 
 class SegmentReader:
-    """Reader number `reader` of an engine. `load` runs on the worker's main thread, `read` on others.
-
-    It maps a segment once and compares its part of each version's checksums; the others compare the rest. A segment
-    stays mapped for the versions after, the two last ones at most. On a GPU those of its pages that this worker loads
-    stay locked, so that a later version is loaded at bus speed.
-    """
+    """Reader number `reader` of an engine. `load` runs on the worker's main thread, `read` on others. It maps a segment
+    once and compares its part of each version's checksums; the others compare the rest. A segment stays mapped for
+    the versions after, the two last ones at most. On a GPU those of its pages that this worker loads stay locked, so
+    that a later version is loaded at bus speed."""
 
     def __init__(self, reader: int, device: torch.device) -> None:
         self._reader = reader
@@ -165,15 +158,14 @@ class SegmentReader:
         self._mapped: OrderedDict[tuple[int, int], HostSegment] = OrderedDict()
         self._layout = ""
         self._part: list[tuple[int, int]] = []
-        """Byte ranges that this worker loads from weights with the layout `_layout`."""
+        """Byte ranges that this worker loads from weights laid out as `_layout`."""
         self._record: LoadRecord | None = None
         """Record of the loaded ranges, while the first version of a layout is loaded; else None."""
         self.loaded_bytes = 0
         """Number of bytes that this worker loads of a version; 0 before the first."""
 
     def read(self, order: ReadOrder, take: Callable[[ReadWeights], None]) -> None:
-        """Map and verify, give the weights to `take`, and then write the receipt, which proves that `take` has
-        returned. An error is written too, and raised."""
+        """Map and verify, call `take`, then write the receipt (`take` has returned). Writes and raises an error."""
         try:
             manifest = WeightManifest.from_bytes(order.manifest)
             segment = self._segment(order.segment)
@@ -229,7 +221,7 @@ class LoadRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ranges: list[tuple[int, int]] = []
         """Byte ranges [start, end), each from the first to the last byte of a copy."""
         self.num_bytes = 0
-        """Number of bytes that were copied."""
+        """Number of copied bytes."""
 
     def __torch_dispatch__(
         self,

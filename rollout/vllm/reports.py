@@ -19,12 +19,10 @@ class Reports(StatLoggerBase):  # type: ignore[misc]
         self._on_step = on_step
         cache = vllm_config.cache_config
         self.kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
-        """Capacity of the KV cache in tokens."""
         self.latest = StepReport(0, 0, 0.0, 0)
         self.prefix_hits = 0
         """Number of prompt tokens that were in the prefix cache."""
         self.last_token_s = 0.0
-        """Monotonic time of the last token."""
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0

@@ -1,7 +1,5 @@
-"""Converts between this project's requests and vLLM's: checks, sampling parameters, and completions from outputs.
-
-The functions do not wait and keep no state. Versions travel through vLLM as labels, `session.step`.
-"""
+"""Converts between this project's requests and vLLM's: checks, sampling parameters, and completions from outputs. The
+functions do not wait and keep no state. Versions travel through vLLM as labels, `session.step`."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from paceline.rollout.engine import GenerationRequest, PromptLogprobs, empty_com
 from paceline.rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature above 0 that vLLM uses. It raises a lower one to this value, and only logs that. So below this
-value the engine takes the likeliest token, which is then certain."""
+"""Lowest temperature above 0 that vLLM uses; lower ones it raises, with only a log line. So below this value the engine
+takes the likeliest token, which is then certain."""
 LabelSpan = tuple[str, int, int]
 """Span of sampled tokens: label of its version, first token and end, counted from the first token that vLLM sampled."""
 

@@ -49,8 +49,8 @@ class WeightUpdates:
         self._kept_updates = 0
         """Number of updates since keys and values of running sequences were computed again."""
         self.label = ""
-        """Label of the model's version, with which requests salt the prefix cache: it changes while generation is
-        paused, so that no keys and values of other weights are found under it."""
+        """Label of the model's version, the salt of requests in the prefix cache: changed during the pause, so that no
+        keys and values of other weights are found under it."""
 
     @contextlib.asynccontextmanager
     async def read(self, weights: Mapping[str, Tensor]) -> AsyncIterator[None]:
@@ -86,13 +86,10 @@ class WeightUpdates:
         return list(await self._llm.collective_rpc("paceline_loaded_bytes"))
 
     async def swap(self, version: Version, in_hand: Callable[[], int]) -> float:
-        """Pause, load the weights that were read, and resume; `in_hand` counts the engine's requests. Return the seconds
-        without a token.
-
-        They end with the first token after the pause, so that recomputing keys and values counts; without in-flight
-        updates running sequences are decoded to their end first, which does not count. An error leaves the engine in an
-        unknown state.
-        """
+        """Pause, load the weights that were read, and resume; `in_hand` counts the engine's requests. Return the
+        seconds without a token, up to the first token after the pause, so that recomputing keys and values counts;
+        without in-flight updates running sequences are decoded to their end first, which does not count. An error
+        leaves the engine in an unknown state."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         started_s = time.monotonic()

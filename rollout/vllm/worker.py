@@ -3,8 +3,7 @@
 vLLM imports this module in every worker, because it is named as `worker_extension_cls`, and that registers the weight
 transfer. An update has two parts. `paceline_read_weights` maps the weights and verifies this worker's part on a thread,
 while the worker continues to decode. Then, between `start_weight_update` and `finish_weight_update`, each worker loads
-its part of all tensors at once. So no step that can fail for an external reason happens while the model has parts of
-two versions.
+its part of all tensors at once. So no step that can fail externally happens while the model mixes versions.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ class WorkerExtension:
     weight_transfer_engine: SegmentTransfer
 
     def paceline_make_stage_buffers(self) -> None:
-        """Make the memory in which a later pipeline stage receives the output of the earlier one. vLLM makes this
-        memory in its warm-up, but skips the warm-up on a CPU without compilation."""
+        """Make the memory in which a later pipeline stage receives the earlier one's output, because vLLM makes it only
+        in its warm-up, skipped on a CPU without compilation."""
         from vllm.distributed import get_pp_group
 
         runner = self.model_runner

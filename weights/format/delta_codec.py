@@ -1,13 +1,11 @@
 """Encodes the changed elements of a flat tensor, and decodes them, at a few nanoseconds an element on one core.
 
 The elements are classed by magnitude, and the positions of the changed ones are coded for each class separately
-(`Gaps`). The result is a few percent larger than the information in it. Every element costs one or two comparisons of
-whole arrays; all other work is for the changed elements only, about one in fifty.
-
-An optimizer step is about equally large for all weights, but a unit in the last place is not: small weights change
-their bits far more often than large ones. Class 0 has the large weights, by far the most, and is never listed: its
-elements are counted by position. The other classes are listed, each with a quarter of the elements of the class before,
-so listing them is cheap. Equal bits and bounds give equal classes on every machine.
+(`Gaps`): an optimizer step is about equally large for all weights, but a unit in the last place is not, so small
+weights change their bits far more often than large ones. The result is a few percent larger than the information in it.
+Class 0 has the large weights, by far the most, and is never listed: its elements are counted by position. Each other
+class has a quarter of the elements of the class before, so listing them is cheap. Equal bits and bounds give equal
+classes on every machine.
 
 New values are coded relative to the base's bits: an Adam step with a small learning rate moves a bf16 weight by one
 unit in the last place or not at all. So a difference is a sign. The few elements that moved further are listed by class
@@ -15,9 +13,9 @@ like the changed elements, and their distances are coded in planes (all lowest b
 zstd.
 
 The promise: `decode` returns plain overwrites (positions and new bits) for the base that `find_changes` saw; the caller
-checks that it has that base. Applying them twice has the same effect as once. Input that `encode` cannot have made
-raises WireError, and never makes `decode` allocate more memory than the tensor's own elements justify. All functions
-may run in several threads.
+checks that it has that base. Applying overwrites twice has the same effect as once. Input that `encode` cannot have
+made raises WireError, and never makes `decode` allocate more memory than the tensor's own elements justify. All
+functions may run in several threads.
 
 Axes: N elements of the tensor, K changed ones, ordered by class, then by rank: the index among the class's elements (in
 class 0: among all elements). F of them moved by more than one unit.
@@ -41,8 +39,8 @@ Bits = npt.NDArray[Any]
 Places = npt.NDArray[np.int32]
 
 MAGNITUDE_BITS, MAGNITUDE_SHIFT = 0x7FFF, 7
-"""Mask of an element's magnitude, and the shift that makes its class: for bfloat16 the exponent remains, for float16
-also some bits of the mantissa."""
+"""Mask and shift that give an element's class: the exponent of a bfloat16; of a float16 also some bits of the mantissa.
+"""
 MOST_BOUNDS = 6
 BLOCK = 1 << 17
 """Number of elements that are compared at a time: their working memory fits into a core's cache."""
@@ -53,11 +51,8 @@ _SAMPLE = 1 << 14
 
 
 def choose_bounds(bits_N: Bits) -> tuple[int, ...]:
-    """Return the bounds, descending, of the magnitude classes for these bits.
-
-    Class 0 is [bounds[0], ∞), class c is [bounds[c], bounds[c - 1]), the last class goes down to 0. Empty if the
-    elements are few or their type has no 16 bits.
-    """
+    """Return the descending bounds of the magnitude classes for these bits: class 0 is [bounds[0], ∞), class c is
+    [bounds[c], bounds[c - 1]), the last class goes down to 0. Empty for few elements or a type without 16 bits."""
     if bits_N.dtype.itemsize != 2 or len(bits_N) < 8 * _FEWEST_LISTED:
         return ()
     sample = bits_N[:: max(1, len(bits_N) // _SAMPLE)]
@@ -122,7 +117,6 @@ class Changes:
     """Changed elements of a tensor, as a comparison on any device finds them."""
 
     bounds: tuple[int, ...]
-    """Bounds of the classes, as from `choose_bounds`."""
     sizes: tuple[int, ...]
     """For each class, the number of elements that its ranks count: N for class 0, else the class's size."""
     ranks: tuple[Positions, ...]
@@ -231,21 +225,18 @@ def _ordered(bits_K: Bits) -> Bits:
 
 
 def _bits(ordered_K: Bits) -> Bits:
-    """Invert `_ordered`."""
     bits_K: Bits = ordered_K ^ (~_all_of_sign(ordered_K) | _sign_bit(ordered_K))
     return bits_K
 
 
 def _split(difference_K: Bits) -> tuple[npt.NDArray[np.bool_], Bits]:
-    """Return, for nonzero differences that wrap around, whether the value falls, and by how many units more than one it
-    changes."""
+    """Return whether the value falls, and by how many units more than one, for nonzero differences that wrap around."""
     falls_K = _all_of_sign(difference_K)
     further_K = (difference_K ^ falls_K) - (falls_K + difference_K.dtype.type(1))
     return falls_K.astype(np.bool_), further_K
 
 
 def _joined(downs_K: npt.NDArray[np.bool_], further_K: Bits) -> Bits:
-    """Invert `_split`."""
     falls_K = downs_K.astype(further_K.dtype)
     np.negative(falls_K, out=falls_K)
     difference_K: Bits = (further_K + (falls_K + further_K.dtype.type(1))) ^ falls_K
@@ -263,8 +254,6 @@ def _all_of_sign(bits_K: Bits) -> Bits:
 
 
 class _Coders(threading.local):
-    """zstd's coders for one thread."""
-
     def __init__(self) -> None:
         # The numbers have no repetitions; a search for long matches would leave them to zstd's Huffman coder anyway.
         entropy_only = zstandard.ZstdCompressionParameters(
@@ -331,7 +320,6 @@ class _Parts:
         raise ValueError("a number does not end")
 
     def part(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the next `num_bytes` bytes."""
         part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
         if len(part) != num_bytes:
             raise ValueError(f"only {len(part)} of {num_bytes} bytes are left")
@@ -358,13 +346,11 @@ class _Parts:
 
 
 class Gaps(NamedTuple):
-    """Ascending numbers below a known size as Rice-coded gaps, laid out for whole-array operations at a few ns a
-    number.
+    """Ascending numbers below a known size as Rice-coded gaps, for whole-array operations at a few ns a number.
 
     A gap g with parameter k is g >> k zeros and a one (the unary part), and k low bits (the low part: the lowest bits
     of all gaps, then the second ones, …), eight bits a byte. If more than half of all numbers are present, the missing
     ones are coded instead. Sources: Golomb, "Run-length encodings" (1966); Rice and Plaunt (1971) for powers of two.
-
     Axes: K numbers, M coded gaps (of the numbers or of the missing ones), U bits of the unary part.
     """
 
@@ -377,12 +363,9 @@ class Gaps(NamedTuple):
 
 
 def parameter(count: int, size: int) -> int:
-    """Return the k that codes `count` random numbers below `size` with the fewest bits.
-
-    The rule is floor(1 + log2(log(φ - 1) / log(1 - p))) with p = count / size and the golden ratio φ (Kiely, "Selecting
-    the Golomb parameter in Rice coding", 2004). log(1 - p) is approximated by -p, so that integers suffice and both
-    sides compute the same k.
-    """
+    """Return the k that codes `count` random numbers below `size` with the fewest bits: floor(1 + log2(log(φ - 1) /
+    log(1 - p))) with p = count / size and the golden ratio φ (Kiely, "Selecting the Golomb parameter in Rice
+    coding", 2004). log(1 - p) is approximated by -p, so that integers suffice and both sides compute the same k."""
     return max(0, (9624 * size // (10_000 * max(1, count))).bit_length() - 1)
 
 

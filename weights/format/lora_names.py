@@ -1,12 +1,9 @@
-"""Adapter rules that learner and rollout workers share: tensor names on the wire, the merge, and the check for equal
-bases.
+"""Adapter rules that learner and rollout workers share: names on the wire, the merge, and the check for equal bases.
 
 A LoRA adapter (Hu et al. 2021, arXiv 2106.09685) adds to the weight W of a linear layer the product of two thin
 matrices, W' = W + (alpha/dim)·B·A, and only A and B are trained. The learner publishes A and B alone; every sampler has
-W from the same `policy.model_name`. Names are those of peft's adapter files, so that `PeftModel.from_pretrained` and
-other engines can read the published tensors.
-
-Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank (`dim`).
+W from the same `policy.model_name`. Names are those of peft's adapter files, so that peft and other engines can read
+the published tensors. Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank (`dim`).
 """
 
 from __future__ import annotations
@@ -57,12 +54,9 @@ def fingerprint(
     identity: Callable[[Tensor], int] | None = None,
     whole: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return [8] uint8 that two bases share if their weights are the same: XXH3 over names and bytes, rounded to
-    bfloat16.
-
-    Rounding makes it independent of the precision in which either side read the files. Tied weights, which share their
-    `identity` (default: the address of their data), count once. `whole` returns a tensor that has all elements.
-    """
+    """Return [8] uint8 that two bases share if they have the same weights: XXH3 over names and bytes, rounded to
+    bfloat16, so that the precision in which a side read the files does not matter. Tied weights, which share their
+    `identity` (default: the address of their data), count once. `whole` returns a tensor that has all elements."""
     import torch
     import xxhash
 

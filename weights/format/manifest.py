@@ -1,9 +1,9 @@
 """Lays out the bytes of a version of the weights, and lists the layout with checksums in a manifest.
 
 The tensors of a version lie in one flat run of bytes, each at an aligned offset that both sides compute from names,
-dtypes and shapes alone. Buckets are equal slices of that run, so a tensor larger than a bucket is split without a
-special case and a receiver's tensors are views of the received bytes. The promise: two manifests with the same layout
-hash have every byte of every tensor at the same offset, and a tensor is only passed on if its checksum is the sender's.
+dtypes and shapes alone. Buckets are equal slices of that run, so a large tensor is split like all others, and a
+receiver's tensors are views of the received bytes. The promise: two manifests with the same layout hash have every byte
+of every tensor at the same offset, and a tensor is only passed on if its checksum is the sender's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import xxhash
 from paceline.errors import WireError
 
 ALIGNMENT_BYTES = 64
-"""Alignment in bytes: every tensor starts at a multiple of it. It suffices for any dtype's view and for vector loads.
-"""
+"""Alignment in bytes of every tensor's start. It suffices for any dtype's view and for vector loads."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -42,8 +41,7 @@ DTYPE_BYTES = {
 FORMAT = 1
 
 MAX_MANIFEST_BYTES = 64 << 20
-"""Largest manifest in bytes, enough for a million tensors. It is bounded because a manifest is read between two
-messages of the control plane."""
+"""Largest manifest in bytes, enough for a million tensors: a manifest is read between two control-plane messages."""
 MAX_BUCKETS = 1 << 20
 MAX_DIMENSIONS = 16
 
@@ -71,7 +69,6 @@ class TensorEntry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -86,11 +83,8 @@ class WeightManifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorPlan], bucket_bytes: int) -> WeightManifest:
-        """Assign an offset to every tensor. A tensor with `same_as` shares the offset of the tensor that `same_as`
-        names.
-
-        Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size.
-        """
+        """Assign an offset to every tensor, or with `same_as` the named tensor's offset. Raises ValueError for a dtype
+        that cannot travel, a repeated name, or a `same_as` of other size."""
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive")
         entries: dict[str, TensorEntry] = {}
@@ -111,8 +105,7 @@ class WeightManifest:
         return cls(tuple(entries.values()), end, bucket_bytes)
 
     def with_checksums(self, checksums: Mapping[str, str]) -> WeightManifest:
-        """Return the same manifest with a checksum for every tensor. `checksums` maps the name of a tensor to its hex
-        digest."""
+        """Return the same manifest with checksums: `checksums` maps each tensor's name to its hex digest."""
         entries = tuple(entry._replace(checksum=checksums[entry.name]) for entry in self.entries)
         return replace(self, entries=entries)
 
@@ -202,7 +195,6 @@ def checksum(data: Any, algorithm: Algorithm) -> str:
 
 
 def hasher(algorithm: Algorithm) -> Any:
-    """Return a fresh hash object of hashlib's interface."""
     return xxhash.xxh3_64() if algorithm == "xxh3_64" else hashlib.sha256()
 
 

@@ -1,7 +1,4 @@
-"""Packs a version's tensors into one flat run of bytes, unpacks them, and computes their checksums.
-
-The promise: received tensors are views of the received bytes, never copies.
-"""
+"""Packs a version's tensors into one flat run of bytes, unpacks them as views (never copies), computes checksums."""
 
 from __future__ import annotations
 
@@ -62,8 +59,7 @@ def views(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, torch.Tenso
 
 
 def checksums(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, str]:
-    """Return a mapping from the name of each tensor to the hex digest of its bytes in `flat`; shared bytes are read
-    once."""
+    """Return a mapping from tensor name to hex digest of the tensor's bytes in `flat`; shared ones are read once."""
     by_location: dict[tuple[int, int], str] = {}
     sums = {}
     for entry in manifest.entries:

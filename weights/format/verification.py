@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that are hashed at a time, a multiple of every dtype's size: they fit into the cache, and the calls are too few
-to compete for the interpreter."""
+"""Bytes that are hashed at a time, a multiple of every dtype's size: they fit the cache, and the calls stay few."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
-"""Number of threads of one comparison: one xxh3 thread is as fast as memory, eight SHA-256 threads are as fast as a
-fast network."""
+"""Threads of one comparison: one xxh3 thread is as fast as memory, eight SHA-256 threads as a fast network."""
 
 
 class TensorBytes(NamedTuple):
@@ -38,8 +36,7 @@ class TensorBytes(NamedTuple):
 
 
 def pieces_of(manifest: WeightManifest) -> list[TensorBytes]:
-    """Return a piece for every tensor, in the order of offsets; tied names share one piece. Raises WireError if tied
-    names have two checksums."""
+    """Return a piece for every tensor, by offset; tied names share one. Raises WireError if they have two checksums."""
     pieces: dict[tuple[int, int], TensorBytes] = {}
     for entry in manifest.entries:
         location = (entry.offset, entry.offset + entry.num_bytes)
@@ -53,8 +50,7 @@ def pieces_of(manifest: WeightManifest) -> list[TensorBytes]:
 
 
 def share_of(pieces: Sequence[TensorBytes], index: int, count: int) -> list[TensorBytes]:
-    """Return the pieces that process `index` of `count` compares: each piece belongs to one process, and the largest
-    share is at most one piece larger than the smallest."""
+    """Return the pieces that process `index` of `count` compares. The shares differ in size by at most one piece."""
     filled = [0] * count
     share = []
     for piece in sorted(pieces, key=lambda piece: (piece.start - piece.end, piece.start)):
@@ -74,12 +70,9 @@ def verify(
     num_threads: int = THREADS,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> int:
-    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return the number of their
-    bytes.
-
-    Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN or
-    infinite elements. With `digests` False only the numbers are checked, because the checksums were compared already.
-    """
+    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums; return the compared bytes.
+    Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN
+    or infinite elements. `digests` False: check numbers only, because checksums were compared."""
     check = partial(_verify_piece, flat, manifest.algorithm, digests, chunk_bytes)
     with ThreadPoolExecutor(num_threads, "paceline-checksums") as threads:
         for _ in threads.map(check, pieces):
@@ -107,8 +100,7 @@ def _verify_piece(
 
 
 def _is_finite(raw: torch.Tensor, dtype: str) -> bool:
-    """Return whether all elements are finite. A sum shows it at the speed of memory; each element is checked only if
-    the sum is not finite."""
+    """Return whether all elements are finite. Elements are checked singly only if their sum is not finite."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)

@@ -1,10 +1,8 @@
 """Connects a worker or learner rank to its host's relay, and starts the relay if there is none.
 
-The promise: until `close`, a relay runs or is being started: one that dies, or is silent for `SILENCE_S`, is replaced. Then
-`on_connected` is called again, and has to repeat everything that a relay must know. A relay outlives the process that started
-it and ends with its last client.
-
-One thread connects, receives and calls the three callbacks; any thread may send.
+The promise: until `close`, a relay runs or is being started: one that dies, or is silent for `SILENCE_S`, is replaced.
+Then `on_connected` is called again, and has to repeat everything that a relay must know. A relay outlives the process
+that started it and ends with its last client. One thread connects, receives and calls back; any thread may send.
 """
 
 from __future__ import annotations
@@ -53,12 +51,10 @@ class RelayClient:
         self._thread = threading.Thread(target=self._run, name="weights-relay", daemon=True)
 
     def forget(self) -> None:
-        """Make no further callbacks."""
         self.on_connected: Callable[[], None] = lambda: None
         self.on_reply: Callable[[host_agent_pb2.AgentReply, int | None], None] = close_fd
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
@@ -83,7 +79,6 @@ class RelayClient:
         connection.send(request)
 
     def close(self) -> None:
-        """End the connection; wait a moment for the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -117,7 +112,6 @@ class RelayClient:
                 self._changed.wait_for(lambda: self._closed, pause_s)
 
     def _connect(self) -> LocalConnection:
-        """Return a connection, starting the relay if necessary. Raises Unavailable."""
         with contextlib.suppress(Unavailable):
             return connect(self.name, CONNECT_S)
         process = start_relay(self.name, self._host)
@@ -178,6 +172,5 @@ def start_relay(name: str, host: str) -> subprocess.Popen[bytes]:
 
 
 def close_fd(_: host_agent_pb2.AgentReply, fd: int | None) -> None:
-    """Close the reply's descriptor, and ignore the reply."""
     if fd is not None:
         os.close(fd)

@@ -1,8 +1,7 @@
 """Messages between the relays of two hosts, on a channel of any transport.
 
 The listener sends a nonce of 16 bytes; the reader answers with one `ReadRequest`, whose proof shows that it knows the
-secret of the run's relays. From then on only the listener sends: frames of a head (kind, index, length) and as many
-bytes.
+secret of the run's relays. Then only the listener sends: frames of a head (kind, index, length) and as many bytes.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ class Kind(enum.IntEnum):
     WAIT = 1
     """Nothing new yet: a sign of life."""
     PIECE = 2
-    """A piece of the version: the frame has its index and its bytes."""
+    """A piece of the version: the frame has the piece's index and bytes."""
     MANIFEST = 3
-    """The version's manifest."""
     GONE = 4
-    """The host no longer has the version, or will not get it."""
+    """The host no longer has the version, or will not get that version."""
     REFUSED = 5
     """The request was refused; the frame has the reason in UTF-8."""
 
 
 def send_request(channel: Channel, request: host_agent_pb2.ReadRequest) -> None:
-    """Send the reader's only message."""
     data = request.SerializeToString()
     channel.send(LENGTH.pack(len(data)) + data)
 
@@ -58,7 +55,6 @@ def receive_request(channel: Channel) -> host_agent_pb2.ReadRequest:
 
 
 def send_frame(channel: Channel, kind: Kind, index: int = 0, data: bytes = b"") -> None:
-    """Send a frame with a few bytes."""
     channel.send(HEAD.pack(kind, index, len(data)) + data)
 
 
@@ -72,7 +68,6 @@ def receive_head(channel: Channel) -> tuple[Kind, int, int]:
 
 
 def receive(channel: Channel, length: int) -> bytes:
-    """Return the next `length` bytes of the channel."""
     data = bytearray(length)
     channel.receive_into(memoryview(data))
     return bytes(data)

@@ -1,12 +1,10 @@
 """The versions that a host holds in segments of shared memory: one is passed on and loaded while the next one arrives.
 
 Pieces arrive in any order, each verified before it is noted here; threads that pass the version on wait for the next
-piece (`HeldVersion.next_piece`). The promise: a segment is written only while no engine of the host reads it, according
-to the kernel's file locks. Readers on other hosts do not keep a version: of two segments that other hosts read, the
-older one is overwritten, and its readers are told that it is gone. Staging waits for nobody: if engines read both
-segments, a third one is made, and dropped later.
-
-One condition guards all state; waiting threads are woken at every change.
+piece. The promise: a segment is written only while no engine of the host reads it, according to the kernel's file
+locks. Readers on other hosts do not keep a version: of two segments that other hosts read, the older one is
+overwritten, and its readers are told that it is gone. Staging waits for nobody: if engines read both segments, a third
+one is made, and dropped later. One condition guards all state; waiting threads are woken at every change.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ class HeldVersion:
         self.staged = staged
         """True if learner ranks of this host write the version."""
         self.manifest: HostManifest | None = None
-        """The version's manifest; None until it has come."""
         self.manifest_bytes = b""
         self.present = bytearray(len(self.pieces))
         """For each piece, 1 if it is verified, else 0."""
@@ -53,13 +50,11 @@ class HeldVersion:
         self.readers = 0
         """Number of readers on other hosts."""
         self.writers = 0
-        """Number of threads of this process, and of ranks of this host, that write the version."""
+        """Number of threads of this process and ranks of this host that write the version."""
         self.ranks_done: set[int] = set()
-        """Learner ranks of this host that have written their parts."""
 
     @property
     def complete(self) -> bool:
-        """Return whether all pieces and the manifest have come."""
         return self.manifest is not None and len(self.arrived) == len(self.pieces)
 
     @property
@@ -93,7 +88,7 @@ class HeldVersions:
             self.changed.notify_all()
 
     def find(self, run_id: str, version: Version) -> HeldVersion | None:
-        """Return the version if this host has it or receives it; else None."""
+        """Return the version if this host has or receives it; else None."""
         with self.changed:
             return next((h for h in self._held if h.run_id == run_id and h.version == version), None)
 
@@ -111,8 +106,8 @@ class HeldVersions:
             return not (is_older or (self.wanted is not None and version < self.wanted))
 
     def begin(self, layout: HostManifest, version: Version, *, staged: bool, wait_s: float) -> HeldVersion | None:
-        """Return memory for a version: the memory that already holds it, or the memory of an older version. Return None
-        if engines read all segments for `wait_s`, or if a newer version came. A staged version always gets memory."""
+        """Return memory for a version: the memory that already holds it, or an older version's. Return None if engines
+        read all segments for `wait_s`, or if a newer version came. A staged version always gets memory."""
         deadline_s = time.monotonic() + wait_s
         while True:
             with self.changed:
@@ -146,7 +141,6 @@ class HeldVersions:
             self.changed.notify_all()
 
     def describe(self, held: HeldVersion, manifest: HostManifest, manifest_bytes: bytes) -> None:
-        """Note the manifest of a version."""
         with self.changed:
             if held.manifest is None:
                 held.manifest, held.manifest_bytes = manifest, manifest_bytes
@@ -162,8 +156,7 @@ class HeldVersions:
 
     @contextmanager
     def reading(self, held: HeldVersion) -> Iterator[None]:
-        """Count a reader on another host while it reads a version. Raises Unavailable if this host
-        no longer has the version."""
+        """Count a reader on another host while it reads a version. Raises Unavailable if the version is gone."""
         with self.changed:
             if not held.is_current:
                 raise Unavailable(f"this host no longer has version {held.version.step}")
@@ -188,7 +181,7 @@ class HeldVersions:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """Drop all versions and segments, and wake all waiting threads."""
+        """Drop all versions and segments; wake all waiting threads."""
         with self.changed:
             self.closed = True
             for held in self._held:

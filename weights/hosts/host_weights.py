@@ -30,10 +30,8 @@ POLL_S = 0.002
 
 class SegmentPair:
     """A writer's segments, made when needed. None is written while an engine reads it or another operation writes it.
-
     Any thread may call; the caller of `begin` alone writes, until it calls `release`. Memory under an operation that
-    never ends is abandoned and never reused; it is freed when the operation ends.
-    """
+    never ends is abandoned and never reused; it is freed when the operation ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,8 +39,8 @@ class SegmentPair:
         self._writing: list[HostSegment] = []
 
     def begin(self, size_bytes: int, bucket_bytes: int, timeout_s: float) -> tuple[HostSegment, int]:
-        """Return a segment of this size for writing, and its new generation; call `release` with it at the end. Raises
-        Unavailable if all are read for `timeout_s`."""
+        """Return a segment of this size for writing, and its new generation; call `release` with the segment at the
+        end. Raises Unavailable if all are read for `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -92,10 +90,7 @@ State = Literal["received", "compared", "verified"]
 
 
 class HostWeights(Mapping[str, "torch.Tensor"]):
-    """The tensors of `manifest` in `generation` of `segment`.
-
-    An engine loads nothing before the bytes are `verified`, and does the missing checks itself.
-    """
+    """The tensors of `manifest` in `generation` of `segment`. Engines do the missing checks, then load."""
 
     def __init__(
         self, segment: HostSegment, generation: int, manifest: WeightManifest, state: State = "received"
@@ -108,10 +103,7 @@ class HostWeights(Mapping[str, "torch.Tensor"]):
     @classmethod
     def packed(cls, tensors: Mapping[str, torch.Tensor], segments: SegmentPair, timeout_s: float) -> HostWeights:
         """Copy `tensors` into a segment of `segments`, which the caller releases; names that share memory still share
-        it.
-
-        Raises Unavailable if no segment is free within `timeout_s`.
-        """
+        it. Raises Unavailable if no segment is free within `timeout_s`."""
         layout = plan(tensors, bucket_bytes=1 << 30)
         segment, generation = segments.begin(max(1, layout.total_bytes), layout.bucket_bytes, timeout_s)
         try:
@@ -130,7 +122,7 @@ class HostWeights(Mapping[str, "torch.Tensor"]):
         return self.segment.reading(self.generation)
 
     def verify(self) -> None:
-        """Compare checksums and check numbers unless it was done. Raises WireError or InvalidInput, see `verify`."""
+        """Compare checksums and check numbers unless both were done. Raises WireError or InvalidInput, see `verify`."""
         if self.state != "verified":
             pieces, flat = pieces_of(self.manifest), self.segment.flat()
             verify(flat, self.manifest, pieces, digests=self.state == "received")

@@ -1,10 +1,8 @@
-"""The Unix socket between a host's relay and the host's workers and learner ranks, for messages and descriptors of
-memory.
+"""The Unix socket between a host's relay and its workers and learner ranks, for messages and descriptors of memory.
 
 The socket is abstract: it belongs to a network namespace, so the containers of a pod share it, it leaves nothing in a
 file system, and binding it decides which of several relays that start at once remains. `PACELINE_AGENT_DIR` names a
-shared folder for containers that share a relay but no network namespace. Both sides accept only processes of their own
-user.
+folder for containers that share a relay but no network namespace. Both sides accept only their own user's processes.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
 """Environment variable that separates the relays of processes on one host, as if the processes were on several hosts.
 """
 HEAD = struct.Struct("<IB3x")
-"""Head of a message: the number of its bytes, and 1 if a descriptor belongs to it. It is needed because several
-messages may be received at once."""
+"""Head of a message, because several may be received at once: its number of bytes, and 1 if a descriptor belongs to it.
+"""
 CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
 SEND_TIMEOUT_S = 10.0
@@ -41,8 +39,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def socket_name(coordinator: str, host: str) -> str:
-    """Return the socket's name. Workers on this host share it if they have the same coordinator and the same address
-    for weights."""
+    """Return the socket's name, which workers of this host with the same coordinator and address for weights share."""
     key = "\n".join((coordinator, host, os.environ.get(LABEL_VARIABLE, "")))
     name = f"paceline-agent-{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = os.environ.get(FOLDER_VARIABLE, "")
@@ -69,7 +66,6 @@ def listen(name: str) -> socket.socket:
 
 
 def connect(name: str, timeout_s: float) -> LocalConnection:
-    """Return a connection to the relay. Raises Unavailable."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
     try:
@@ -96,7 +92,7 @@ class LocalConnection:
             raise Unavailable(f"process {self.peer_pid} of user {user} is not trusted with weights")
 
     def send(self, message: Message, fd: int | None = None) -> None:
-        """Send a message, with its descriptor if there is one. Raises Unavailable."""
+        """Send a message with its descriptor, if any. Raises Unavailable."""
         data = message.SerializeToString()
         data = HEAD.pack(len(data), fd is not None) + data
         ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
@@ -130,7 +126,6 @@ class LocalConnection:
             raise Unavailable(f"the connection to process {self.peer_pid} broke: {error}") from error
 
     def close(self) -> None:
-        """End the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -171,6 +166,6 @@ def _listen_in_folder(listener: socket.socket, name: str) -> None:
             listener.listen(BACKLOG)
             os.rename(new, name)  # the name appears only when it accepts connections
         else:
-            raise OSError(errno.EADDRINUSE, "a relay listens there")
+            raise OSError(errno.EADDRINUSE, f"another relay listens at {name}")
         finally:
             probe.close()

@@ -1,12 +1,11 @@
-"""The manifest of a version that is sent by hosts: its layout, the bytes of each of the learner's hosts, and the digest
-of each piece.
+"""The manifest of a version that is sent by hosts: layout, bytes of each of the learner's hosts, digest of each piece.
 
-The control plane sends its SHA-256, so a host that passes it on can change nothing. Layout and owners stay the same for
-all versions of a run; only the digests change.
+The control plane sends the manifest's SHA-256, so a host that passes it on can change nothing. Layout and owners stay
+the same for all versions of a run; only the digests change.
 
-A version is one flat run of bytes (`paceline.weights.format.manifest`), and each of the learner's hosts has some ranges. A
-*piece* is the part of one bucket that one of these hosts has: it has one digest, and is sent, verified and passed on as a
-whole. With a single learner host the pieces are the buckets.
+A version is one flat run of bytes (`paceline.weights.format.manifest`), and each of the learner's hosts has some
+ranges. A *piece* is the part of one bucket that one of these hosts has: it has one digest, and is sent, verified and
+passed on as a whole. With a single learner host the pieces are the buckets.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from paceline.weights.format.manifest import ALIGNMENT_BYTES, MAX_MANIFEST_BYTES
 MIN_BUCKET_BYTES = 256 << 10
 MAX_BUCKET_BYTES = 16 << 20
 BUCKETS = 1024
-"""Number of buckets of a large version. With this number, a transfer along a chain of 200 hosts takes a fifth longer
-than a transfer over one hop."""
+"""Number of buckets of a large version: a chain of 200 hosts then takes a fifth longer than one hop."""
 MAX_PIECES = 1 << 20
 
 
@@ -52,7 +50,6 @@ class Piece(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Total bytes of the piece's ranges."""
         return sum(end - begin for begin, end in self.ranges)
 
 
@@ -62,8 +59,7 @@ def bucket_bytes_for(total_bytes: int) -> int:
 
 
 def joined(owned: Iterable[Owned]) -> tuple[Owned, ...]:
-    """Return the ranges in order, with neighbours of one source joined. A gap for alignment belongs to the range before
-    it."""
+    """Return the ranges in order, neighbours of one source joined. Alignment gaps belong to the range before."""
     whole: list[Owned] = []
     for source_range in sorted(owned):
         if whole and whole[-1].source == source_range.source and source_range.begin - whole[-1].end < ALIGNMENT_BYTES:
@@ -124,17 +120,14 @@ class HostManifest:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Pieces of the version, in the order of its buckets."""
         return plan_pieces(self.owned, self.layout.bucket_bytes)
 
     @property
     def sources(self) -> int:
-        """Number of the learner's hosts."""
         return max((one.source for one in self.owned), default=-1) + 1
 
     @property
     def size_bytes(self) -> int:
-        """Total bytes of the version's pieces."""
         return sum(one.end - one.begin for one in self.owned)
 
     def of(self, version: Version, digests: tuple[bytes, ...]) -> HostManifest:
@@ -142,7 +135,6 @@ class HostManifest:
         return replace(self, version=version, digests=digests)
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as JSON."""
         document = {
             "format": FORMAT,
             "run_id": self.run_id,
@@ -208,10 +200,8 @@ def _whole(value: object) -> int:
 
 
 def version_of(message: Any) -> Version:
-    """Return the version that a message names."""
     return Version(message.version.session, message.version.step)
 
 
 def version_message(version: Version) -> common_pb2.PolicyVersion:
-    """Return a version as a part of a message."""
     return common_pb2.PolicyVersion(session=version.session, step=version.step)

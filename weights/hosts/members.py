@@ -1,12 +1,10 @@
-"""Tracks the members that get weights by the relays of their hosts: the version that each holds, and each one's
-silence.
+"""Tracks the members that get weights by the relays of their hosts: the version that each holds, and its silence.
 
 It sends nothing: the coordinator tells each host where to read. A member has `max_wait_s` for its first report on a
 version, and as long between two reports. While bytes arrive there is no other limit; without new bytes it is twenty
 times that plus the time that the bytes need at the slowest rate. The next version starts no deadline for a member that
-still loads one. A member that fails `PATIENCE` times in a row is to read the object store.
-
-One thread waits for deadlines and calls `on_result`; one condition guards the state.
+still loads one. A member that fails `PATIENCE` times in a row is to read the object store. One thread waits for
+deadlines and calls `on_result`; one condition guards the state.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ CLOSE_WAIT_S = 2.0
 class _Member:
     held: Version | None = None
     begun_s: float = 0.0
-    """Monotonic time at which the member's current version was announced."""
     loading_s: float = 0.0
     """Monotonic time of the first report that all bytes arrived; 0 before that report."""
     deadline_s: float = math.inf
@@ -37,7 +34,6 @@ class _Member:
     """Monotonic time beyond which reports without new bytes do not extend the deadline."""
     received_bytes: int = 0
     working_on: Version | None = None
-    """Version in the member's newest report."""
     failures: int = 0
     attempts: int = 0
 
@@ -91,7 +87,6 @@ class HostMembers:
             return member is not None and member.failures >= PATIENCE
 
     def publish(self, version: Version, size_bytes: int) -> None:
-        """Note that the coordinator announces a version to all hosts."""
         with self._changed:
             self._newest, self._size_bytes = version, size_bytes
             for member in self._members.values():
@@ -119,7 +114,7 @@ class HostMembers:
             self._changed.notify_all()
 
     def answer(self, member_id: str, version: Version, ok: bool, message: str) -> None:
-        """Record a member's answer: it samples from `version`, or the reason why it does not."""
+        """Record a member's answer: the member samples from `version`, or `message` is the reason why not."""
         with self._changed:
             member = self._members.get(member_id)
             if member is None or self._newest is None or version > self._newest:
@@ -144,7 +139,6 @@ class HostMembers:
                     self._begin(member)
 
     def close(self) -> None:
-        """End the thread; wait a moment for it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -6,10 +6,8 @@ the same piece. So a dead host is skipped within a second, and the hosts after i
 skipped it keeps sending signs of life. Upstreams may change at any time: a stream that only waits changes to the new
 ones at once, because two hosts that swapped positions would otherwise wait for each other; one that receives continues.
 
-The promise: only bytes with the digest that the control plane vouches for are noted as present, and `run` ends: with
-the version; when a newer one is wanted and this one is gone everywhere or stalls; or after `close`.
-
-`run` is called by one thread, and has one for each stream.
+The promise: only bytes with the digest that the control plane vouches for are noted as present, and `run`, called by
+one thread, ends: with the version; when a newer one is wanted and this one is gone or stalls; or after `close`.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from paceline.weights.hosts.manifest import HostManifest, piece_digest, version_
 from paceline.weights.hosts.transport import Channel, Transport
 
 SILENCE_S = 0.7
-"""Seconds of silence after which an upstream counts as dead. A live upstream sends something at least every
-`sending.WAIT_S`."""
+"""Seconds of silence after which an upstream counts as dead; a live one sends something each `sending.WAIT_S`."""
 STREAMS = 4
 PAUSE_S = 0.1
 """Seconds of pause after a round in which no upstream had the version."""
@@ -47,7 +44,7 @@ class Gone(PacelineError):
 
 
 class _Redirected(PacelineError):
-    """The plan now names other upstreams."""
+    """The plan names other upstreams now."""
 
 
 class Reading:
@@ -65,7 +62,6 @@ class Reading:
     ) -> None:
         self.version = version_of(plan)
         self.transfer = worker_pb2.HostTransfer(position=plan.position)
-        """Measurements of this version's transfer."""
         self._started_s = time.monotonic()
         self._versions, self._plan, self._transport = versions, plan, transport
         self._upstreams: Sequence[worker_pb2.Upstream] = list(plan.upstreams)
@@ -74,7 +70,7 @@ class Reading:
         self._streams, self._silence_s = streams, silence_s
         self._lock = threading.Lock()
         self._channels: dict[Channel, Sequence[worker_pb2.Upstream]] = {}
-        """Open channels, each with the list of upstreams from which its upstream was chosen."""
+        """Open channels, each with the list of upstreams from which the channel's upstream was chosen."""
         self._ended = threading.Event()
 
     def redirect(self, upstreams: Sequence[worker_pb2.Upstream]) -> None:
@@ -84,7 +80,6 @@ class Reading:
                 self._upstreams = list(upstreams)
 
     def close(self) -> None:
-        """End `run`."""
         self._ended.set()
         with self._lock:
             channels = list(self._channels)
@@ -231,7 +226,7 @@ class Reading:
         return kind, index, length
 
     def _check_wait(self, channel: Channel) -> None:
-        """Raise unless this upstream and this version are still worth waiting for."""
+        """Raise unless upstream and version are still worth waiting for."""
         with self._lock:
             if self._channels.get(channel) is not self._upstreams:
                 raise _Redirected("the plan names other upstreams")

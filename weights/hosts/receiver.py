@@ -2,9 +2,8 @@
 
 Promise: a version is loaded only after the relay has verified all of it against the manifest that the control plane
 vouches for, and its memory cannot be overwritten while it is loaded. The newest complete version is loaded, whatever
-was planned before; versions only grow. While the engine loads one, the relay continues to receive the next.
-
-Two threads: the client's, which brings messages, and the loader, which waits for them and for the engine.
+was planned before; versions only grow. While the engine loads one, the relay continues to receive the next. Two
+threads: the client's, which brings messages, and the loader, which waits for them and for the engine.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Complete:
-    """A version that is complete in the host's memory."""
-
     version: Version
     segment: HostSegment
     generation: int
@@ -66,16 +63,15 @@ class HostReceiver:
         self._changed = threading.Condition()
         self._plan: worker_pb2.HostPlan | None = None
         self._digests: dict[Version, bytes] = {}
-        """SHA-256 of the manifests of planned versions."""
+        """Maps planned versions to the SHA-256 of their manifests."""
         self._complete: _Complete | None = None
         self._segments: dict[int, HostSegment] = {}
         self._held: Version | None = None
         self._refused: Version | None = None
         self._loading: Version | None = None
         self._size_bytes = 0
-        """Bytes of the version that is being loaded."""
         self._arriving: WeightProgress | None = None
-        """Progress of the version that the relay receives, which may be older than the planned one."""
+        """Progress of the arriving version, which may be older than the planned one."""
         self._must_answer = False
         self._closed = False
         client.on_connected, client.on_reply = self._connected, self._reply

@@ -5,8 +5,7 @@ promise: a version reaches a host once, however many workers it has; versions th
 began are skipped, and one that has begun is completed if possible; a client's faults end only that client's connection.
 
 Threads: one plans and reads (`_read_forever`), one tells clients (`_tell_forever`), one accepts, one for each client,
-and those of `Sender` and `Reading`. The condition of the held versions guards the state; no thread holds it while it
-sends.
+and those of `Sender` and `Reading`. The condition of the held versions guards the state; no sending thread holds it.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class Relay:
         self._lock = threading.Lock()
         self._clients: set[_Client] = set()
         self.last_client_s = time.monotonic()
-        """Time at which the last client left."""
         self.had_client = False
         self._plan: worker_pb2.HostPlan | None = None
         self._reading: Reading | None = None
@@ -77,12 +75,10 @@ class Relay:
 
     @property
     def num_clients(self) -> int:
-        """Return the number of connected workers and learner ranks."""
         with self._lock:
             return len(self._clients)
 
     def serve_forever(self, listener: socket.socket) -> None:
-        """Serve clients until `listener` is closed."""
         while (taken := next_connection(listener, lambda: listener.fileno() < 0)) is not None:
             try:
                 self.serve(LocalConnection(taken[0]))
@@ -90,7 +86,6 @@ class Relay:
                 seldom.warning("client", "%s", error)
 
     def serve(self, connection: LocalConnection) -> None:
-        """Serve a client, in a separate thread."""
         client = _Client(self, connection)
         with self._lock:
             self._clients.add(client)
@@ -114,8 +109,7 @@ class Relay:
             client.connection.close()
 
     def take_plan(self, plan: worker_pb2.HostPlan) -> None:
-        """Accept a plan to bring a version to this host. Only the newest counts; a later plan for a version may name
-        other upstreams."""
+        """Accept a plan to bring a version here. Only the newest plan counts; a later one may name other upstreams."""
         version = version_of(plan)
         with self.versions.changed:
             newer = self._plan is None or self._plan.run_id != plan.run_id or version >= version_of(self._plan)
@@ -171,7 +165,6 @@ class Relay:
                 client.tell_staged(held, reply)
 
     def left(self, client: _Client) -> None:
-        """Note that a client has disconnected."""
         with self._lock:
             self._clients.discard(client)
             self.last_client_s = time.monotonic()
@@ -204,7 +197,7 @@ class Relay:
             self._news.set()
 
     def _next_plan(self) -> worker_pb2.HostPlan | None:
-        """Wait for the plan of a version that this host lacks, and return it; None after `close`."""
+        """Wait for the plan of a version that this host lacks; return the plan, or None after `close`."""
         with self.versions.changed:
             while not self._closed:
                 plan = self._plan
@@ -245,7 +238,6 @@ class Relay:
                     pass  # its thread notices
 
     def transfer_of(self, version: Version) -> worker_pb2.HostTransfer:
-        """Return the measurements of how a version reached this host."""
         transfer = worker_pb2.HostTransfer(agent_id=self.agent_id, sent_bytes=self.sender.sent_bytes)
         with self.versions.changed:
             if version in self._transfers:
@@ -262,7 +254,6 @@ class _Client:
         self.connection = connection
         self._relay = relay
         self.run_id = ""
-        """The run whose versions this client follows."""
         self._reported: tuple[Version, int] | None = None
         self._layout: HostManifest | None = None
         self._source, self._local_ranks = 0, 1
@@ -340,7 +331,7 @@ class _Client:
         held = self._relay.versions.begin(self._layout, version, staged=True, wait_s=0.0)
         if held is None:
             refusal = host_agent_pb2.AgentRefusal(
-                message=f"there is no memory for version {version.step}", version=version_message(version)
+                message=f"this host's relay has no memory for version {version.step}", version=version_message(version)
             )
             self.connection.send(host_agent_pb2.AgentReply(refusal=refusal))
             return

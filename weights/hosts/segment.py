@@ -1,11 +1,10 @@
 """Segments of host memory that weights are received into, and that every engine of the host maps.
 
 A segment lives for many versions: it is made once with the exact size, mapped once by each process and, if the process
-has a GPU, page-locked once. It has one writer and any number of readers. The writer begins a *generation*, publishes
-each bucket of bytes with its digest as soon as it is verified, and completes the generation. The promise: while a
-reader reads a generation, the writer cannot begin the next one in that segment, and a reader that comes too late gets
-an error, never mixed bytes. Readers hold file locks of the kernel, so a reader's death, of whatever cause, ends its
-reading.
+has a GPU, page-locked once. One writer begins a *generation*, publishes each bucket of bytes with its digest as soon as
+the bucket is verified, and completes the generation. The promise: while a reader reads a generation, the writer cannot
+begin the next one in that segment, and a reader that comes too late gets an error, never mixed bytes. Readers hold file
+locks of the kernel, so a reader's death, of whatever cause, ends its reading.
 
 The memory is a memfd: it has no name in a file system, so it leaves nothing behind and no limit on /dev/shm applies. It
 is sealed against a change of its size, because reading memory that its owner truncates kills the reading process. A
@@ -35,10 +34,10 @@ if TYPE_CHECKING:
 MAGIC = b"pacelnHS"
 FORMAT = 1
 FOOTER = struct.Struct("<8sIIQQQQ16x")
-"""Fields of the footer: magic, format, number of buckets, bytes of weights, bytes of a bucket, generation, last
-complete generation."""
+"""Fields of the footer: magic, format, buckets, bytes of weights and of a bucket, generation, last complete generation.
+"""
 GENERATION_AT, COMPLETE_AT = 32, 40
-"""Offsets of the generation and of the last complete one in the footer."""
+"""Offsets in the footer of the generation and of the last complete one."""
 ENTRY = struct.Struct("<QB7x32s")
 """Fields of a bucket's entry: generation in which it was published, length of its digest in bytes, the digest."""
 MAX_DIGEST_BYTES = 32
@@ -51,9 +50,8 @@ class HostSegment:
     """A mapped segment. The writer uses `begin`, `publish` and `complete`, one thread at a time; readers use `reading`."""
 
     def __init__(self, fd: int, size_bytes: int, bucket_bytes: int) -> None:
-        """Called by `create`, `attach` and `open`; the object owns `fd`."""
+        """Called by `create`, `attach` and `open`; `fd` then belongs to the object."""
         self.fd = fd
-        """Descriptor of the memory, which a Unix socket can pass to another process (SCM_RIGHTS)."""
         self.size_bytes = size_bytes
         self.bucket_bytes = bucket_bytes
         self.num_buckets = -(-size_bytes // bucket_bytes)
@@ -86,8 +84,7 @@ class HostSegment:
 
     @classmethod
     def attach(cls, fd: int) -> HostSegment:
-        """Map a segment that another process made; `fd` stays the caller's. Raises Unavailable if `fd` is not a
-        segment."""
+        """Map a segment of another process; `fd` stays the caller's. Raises Unavailable if `fd` is no segment."""
         # Opened again, because a lock belongs to its opening, and a passed descriptor shares the sender's.
         return cls._map(f"/proc/self/fd/{fd}")
 
@@ -144,16 +141,15 @@ class HostSegment:
         return memoryview(self._memory)[: self.size_bytes]
 
     def page_lock(self, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-        """Lock the pages of byte ranges [start, end) of the weights (default: all), so that this process's GPU copies
-        them at bus speed. Return the locked bytes; they stay locked until `close`."""
+        """Lock the pages of byte ranges [start, end) of the weights (default: all) until `close`, so that this
+        process's GPU copies them at bus speed. Return the locked bytes."""
         address = self.flat().data_ptr()
         locked = ranges if ranges is not None else [(0, self.size_bytes)]
         self._locks.lock((address + start, address + end) for start, end in locked)
         return self._locks.num_bytes
 
     def begin(self) -> int:
-        """Begin a generation and return its number: from now on no bucket counts as published. Raises Unavailable while
-        the previous generation is read."""
+        """Begin a generation, without buckets yet; return its number. Raises Unavailable while the last one is read."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -170,14 +166,13 @@ class HostSegment:
     def publish(self, bucket: int, digest: bytes) -> None:
         """Tell readers that the bytes of `bucket` are complete and have this digest (1 to 32 bytes)."""
         if not 0 <= bucket < self.num_buckets or not 0 < len(digest) <= MAX_DIGEST_BYTES:
-            raise ValueError(f"bucket {bucket} of {self.num_buckets} with a digest of {len(digest)} bytes")
+            raise ValueError(f"bucket {bucket} of {self.num_buckets} cannot have a digest of {len(digest)} bytes")
         at = self._table + bucket * ENTRY.size
         # The generation comes last, because it makes the entry valid.
         self._memory[at + 8 : at + ENTRY.size] = ENTRY.pack(0, len(digest), digest)[8:]
         self._memory[at : at + 8] = self.generation.to_bytes(8, "little")
 
     def complete(self) -> None:
-        """Tell readers that all bytes of the generation are complete."""
         self._set_number(COMPLETE_AT, self.generation)
 
     @contextlib.contextmanager
@@ -223,7 +218,6 @@ class HostSegment:
 
 
 def identity_of(fd: int) -> tuple[int, int]:
-    """Return device and inode of an open file."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 

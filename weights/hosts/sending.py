@@ -1,9 +1,8 @@
 """Sends a relay's versions to other hosts: each piece as soon as it is verified here.
 
 The promise: a reader gets something at least every `WAIT_S`, so that it can tell a host that waits from one that is
-dead; and a reader that takes no bytes costs only one thread, for the transport's time-out.
-
-Threads: one accepts, one for each channel. They wait for the condition of the held versions and for their channels.
+dead; and a reader that takes no bytes costs only one thread, for the transport's time-out. Threads: one accepts, one
+for each channel. They wait for the condition of the held versions and for their channels.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ class Sender:
     def __init__(self, versions: HeldVersions, listener: Listener) -> None:
         self._versions, self._listener = versions, listener
         self._admitted: tuple[str, bytes] = "", b""
-        """The present run and its secret. No reader is admitted before the first plan comes."""
+        """The present run and its secret; before the first plan no reader is admitted."""
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self.sent_bytes = 0
-        """Bytes of pieces sent so far."""
         threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
 
     def admit_readers_of(self, run_id: str, secret: bytes) -> None:
@@ -49,7 +47,6 @@ class Sender:
         self._admitted = run_id, secret
 
     def close(self) -> None:
-        """Accept no more readers, and disconnect the present ones."""
         self._listener.close()
         with self._lock:
             channels = list(self._channels)
@@ -169,7 +166,6 @@ class _SignOfLife:
         self._sent_s = time.monotonic()
 
     def sent(self) -> None:
-        """Note that another frame was sent."""
         self._sent_s = time.monotonic()
 
     def sign(self, channel: Channel) -> None:

@@ -1,7 +1,7 @@
 """Stages one rank's versions in the memory of its host, through the host's relay.
 
-`publish` blocks only while it requests memory from the relay and while it copies: digests are made by the relay. On a GPU it
-blocks only for the request; the copies end before the next optimizer step, which waits for their event.
+`publish` blocks only while it requests memory from the relay and while it copies: digests are made by the relay. On a
+GPU it blocks only for the request; the copies end before the next optimizer step, which waits for their event.
 
 The promise: a relay that dies is replaced, and gets the newest version again from the memory that this rank still maps.
 `on_staged(version, digests)` is called when all ranks of this host have staged a version, from the client's thread.
@@ -63,7 +63,7 @@ class RankStage:
         """Maps the inode of a segment to the mapped segment."""
         self._buffer: tuple[Version, HostSegment] | None = None
         self._lives = 0
-        """Number of relays, one after the other, to which this rank has sent the layout."""
+        """Number of relays to which this rank has sent the layout, one after the other."""
         self._begun_with = -1
         """Number of the relay that gave the memory of the newest version."""
         self._newest: tuple[Version, HostSegment] | None = None
@@ -100,7 +100,6 @@ class RankStage:
             event.wait()
 
     def send(self, request: host_agent_pb2.AgentRequest) -> bool:
-        """Send a request to the relay; return whether there is a relay."""
         try:
             self._client.send(request)
         except Unavailable:

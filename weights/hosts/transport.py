@@ -44,8 +44,7 @@ class Transport:
     """Transport by TCP, not encrypted: beyond loopback only for processes without certificates (`--insecure`)."""
 
     def listen(self, host: str, port: int, timeout_s: float) -> Listener:
-        """Listen on one address. `port` 0 takes a free one; `timeout_s` is the time-out of the channels. Raises
-        OSError."""
+        """Listen on one address; `port` 0 takes a free one. Channels get the time-out `timeout_s`. Raises OSError."""
         return Listener(host, port, timeout_s)
 
     def connect(self, address: str, timeout_s: float) -> Channel:
@@ -62,8 +61,6 @@ class Transport:
 
 
 class Listener:
-    """Accepts connections from other hosts."""
-
     def __init__(
         self,
         host: str,
@@ -98,7 +95,6 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """Accept no more connections."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
@@ -179,11 +175,9 @@ class TlsTransport(Transport):
 
 
 class TlsChannel(Channel):
-    """A connection under TLS. One thread sends and receives: the two sides of a relay's protocol take turns.
-
-    The listening side makes its handshake when its channel is first used, in the thread of that channel, so a stranger
-    that sends nothing delays nobody else.
-    """
+    """A connection under TLS. One thread sends and receives: the two sides of a relay's protocol take turns. The
+    listening side makes its handshake when its channel is first used, in the thread of that channel, so a stranger
+    that sends nothing delays nobody else."""
 
     _socket: ssl.SSLSocket
 
@@ -224,8 +218,8 @@ class TlsChannel(Channel):
 
 
 def transport_of() -> Transport:
-    """Return the transport of this process: TLS if the environment names a folder with certificates. Raises
-    InvalidInput if this process has no certificate in it."""
+    """Return this process's transport: TLS if the environment names a folder of certificates. Raises InvalidInput for a
+    folder without this process's certificate."""
     folder = tls_folder()
     return Transport() if folder is None else TlsTransport(PeerTls(folder))
 

@@ -1,7 +1,7 @@
 """A folder of objects at any fsspec URL, where the delta channel keeps weights.
 
-Completeness never depends on listing or renaming, so any object store suffices: a reader gets an object's name and
-digest over the control plane, and never mistakes a half-written object for a whole one.
+Completeness depends neither on listing nor on renaming, so any object store suffices: readers get an object's name and
+digest over the control plane, and never mistake a half-written object for a whole one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.errors import NotFound
 from paceline.files.storage import is_local, open_url, unavailable
 
 WHOLE_BYTES = 64 << 20
-"""Bytes up to which an object is written and read in one request; a larger one is in pieces of this size."""
+"""Bytes that one request writes or reads at most; a larger object is in pieces of this size."""
 
 Buffer = bytes | memoryview
 
@@ -26,7 +26,6 @@ class WeightStore:
         self._fs, root = open_url(url, "weights.store")
         self._root = root.rstrip("/")
         self.is_local = is_local(self._fs)
-        """True if the objects are files on this machine."""
 
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         """Write an object, replacing one of the same name. Raises Unavailable."""

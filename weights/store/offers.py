@@ -2,10 +2,8 @@
 
 A member costs only an offer and its answer: it reads at its pace, and may skip versions. An offer without an answer is
 repeated after `max_wait_s` of silence, which is harmless: a member that is reading goes on, and one that holds the
-version says so. An offer that was refused is repeated after a growing pause.
-
-One thread waits for a new version, an answer, a change of members, or the time of the next offer. No other thread waits
-for it. One condition guards the state.
+version says so. A refused offer is repeated after a growing pause. One thread waits for a new version, an answer, a
+change of members, or the time of the next offer. No other thread waits for it. One condition guards the state.
 """
 
 from __future__ import annotations
@@ -38,20 +36,16 @@ class Stored:
     snapshot: StoredObject
     """The snapshot's manifest."""
     snapshot_bytes: int
-    """Size of the snapshot's parts."""
+    """Size of the snapshot's parts in bytes."""
     size_bytes: int
     """Bytes that a member with the previous version has to read."""
     seconds: float
-    """Seconds from `put` until the manifest was written."""
 
 
 class Chain:
     """Deltas and snapshots of one session. `oldest_held` returns the slowest member's version (None: no member needs an
-    old version).
-
-    Promise: `prune` returns no version that a member with `oldest_held` still has to read, nor one of the newest
-    chains.
-    """
+    old one). Promise: `prune` returns no version that a member with that version must still read, and none of the
+    newest chains."""
 
     def __init__(self, anchor_interval: int, oldest_held: Callable[[], Version | None]) -> None:
         self._anchor_interval = anchor_interval
@@ -110,7 +104,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
 MAX_SNAPSHOTS = 3
-"""Number of snapshots in a row that one member may cause; after these it waits for the regular ones."""
+"""Number of snapshots in a row that one member may cause; then it waits for the regular ones."""
 
 
 @dataclass
@@ -223,7 +217,6 @@ class StoreOffers:
                 member.next_s = time.monotonic() + self._max_wait_s
 
     def interrupt(self) -> None:
-        """Repeat all unanswered offers."""
         with self._changed:
             for member in self._members.values():
                 member.next_s, member.offered = 0.0, None
@@ -239,7 +232,6 @@ class StoreOffers:
         self._wants_snapshot = False
 
     def close(self) -> None:
-        """End the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

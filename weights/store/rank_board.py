@@ -1,8 +1,6 @@
-"""A board of notes for the background threads of all learner ranks.
-
-They must not use the default process group, because its collectives belong to training, and the two would interleave.
-One rank alone needs no network; several use a rendezvous that rank 0 serves for this purpose only.
-"""
+"""A board of notes for the background threads of all learner ranks, which must not use the default process group: its
+collectives belong to training, and the two would interleave. One rank alone needs no network; several use a
+rendezvous that rank 0 serves for this purpose only."""
 
 from __future__ import annotations
 
@@ -14,25 +12,20 @@ from datetime import timedelta
 from typing import Any
 
 POLL_S = 0.5
-"""Seconds after which a waiting thread checks again whether it has to stop."""
+"""Seconds between a waiting thread's checks whether it has to stop."""
 CONNECT_TIMEOUT = timedelta(seconds=60)
-"""Longest attempt to reach the rendezvous, and longest wait for its answer.
-
-Never short: before it connects, torch asks the resolver for the host's name (`getnameinfo` in c10d's socket.cpp), also
-for a numeric address and within the same time-out. One lost answer of a name server takes 5 s (resolv.conf(5),
-`timeout`), and every connection with a wait of at most that failed.
-"""
+"""Longest attempt to reach the rendezvous, and longest wait for its answer. Never short: before it connects, torch asks
+the resolver for the host's name (`getnameinfo` in c10d's socket.cpp), also for a numeric address and within the same
+time-out. One lost answer of a name server takes 5 s (resolv.conf(5), `timeout`), and every shorter wait failed."""
 
 
 class RankBoard:
-    """Notes, each under a key, in the memory of a single rank. A note is written once; any rank may read it,
-    repeatedly."""
+    """Notes under keys in the memory of a single rank. A note is written once; any rank may read it, repeatedly."""
 
     def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}
 
     def put(self, key: str, note: bytes) -> None:
-        """Write a note."""
         self._notes[key] = note
 
     def wait(self, key: str, closed: threading.Event) -> bytes | None:
@@ -40,15 +33,12 @@ class RankBoard:
         return self._notes[key]  # the only thread has written the note itself
 
     def remove(self, key: str) -> None:
-        """Remove a note, if there is one."""
         self._notes.pop(key, None)
 
 
 def make_board(host: str, reachable: str, broadcast: Callable[[bytes], bytes]) -> RankBoard:
     """Return the board of all ranks: a collective call. Rank 0 listens on `host`, the others connect to `reachable`.
-
-    `broadcast` returns rank 0's bytes on every rank.
-    """
+    `broadcast` returns rank 0's bytes on every rank."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:

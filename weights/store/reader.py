@@ -72,7 +72,6 @@ class StoreReader:
         self._fetching = ThreadPoolExecutor(PARTS_AHEAD, thread_name_prefix="weights-fetch")
         self._lock = threading.Lock()
         self.read_bytes = 0
-        """Bytes read from the store until now."""
 
     @property
     def held(self) -> Version | None:
@@ -80,15 +79,12 @@ class StoreReader:
         return self._held.version if self._held is not None else None
 
     def close(self) -> None:
-        """End the helpers, without waiting."""
         self._helpers.shutdown(wait=False, cancel_futures=True)
         self._fetching.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
         """Return the tensors of the offered version, which belong to this object and are valid until the next call.
-
-        Raises NotFound or Unavailable if the store cannot be read, Damaged if a part in it is damaged.
-        """
+        Raises NotFound or Unavailable if the store cannot be read, Damaged if a part in it is damaged."""
         target = self._manifest(offer, offer.manifest, offer.version)
         try:
             deltas = self._deltas_after_held(offer, target)
@@ -196,10 +192,7 @@ class StoreReader:
         return data
 
     def _parts(self, manifest: StoredVersion, held: HeldWeights) -> Iterator[tuple[int, list[Chunk]]]:
-        """Yield each part's rank and chunks, and note in `held` the checksums of all chunks of the part.
-
-        A snapshot's layouts are added to `held` as well. Raises the errors of `_whole`.
-        """
+        """Yield each part's rank and chunks; add checksums and a snapshot's layouts to `held`. Raises as `_whole`."""
         if manifest.kind == "delta" and len(manifest.parts) != len(held.layouts):
             raise WireError(f"a delta has {len(manifest.parts)} parts, but its snapshot has {len(held.layouts)}")
         waiting: deque[Future[tuple[PartHead, Buffer]]] = deque()
@@ -230,7 +223,8 @@ class StoreReader:
             raise WireError(f"{stored.name} says that it is {actual}, but its manifest says {expected}")
         if manifest.kind == "anchor":
             layout = header.layout(held.plans)
-            held.add_rank(layout, [""] * len(layout.chunks))
+            held.layouts.append(layout)
+            held.checksums.append([""] * len(layout.chunks))
         layout = held.layouts[rank]
         notes = header.notes_for(layout)
         for note in notes:
@@ -321,11 +315,6 @@ class HeldWeights:
         self.layouts: list[RankLayout] = []
         self.checksums: list[list[str]] = []
 
-    def add_rank(self, layout: RankLayout, checksums: list[str]) -> None:
-        """Add the next rank's layout; its chunks are written afterwards."""
-        self.layouts.append(layout)
-        self.checksums.append(checksums)
-
     def read(self, rank: int, chunk: int) -> tuple[Bits, bool]:
         """Return ([N] the bits of a chunk, true if they are the held memory itself, not a copy)."""
         runs = [self._piece(rank, piece) for piece in self.layouts[rank].chunks[chunk]]
@@ -334,7 +323,6 @@ class HeldWeights:
         return np.concatenate([run.reshape(-1) for run in runs]), False
 
     def write(self, rank: int, chunk: int, bits_N: Bits) -> None:
-        """Replace the bits of a chunk."""
         end = 0
         for piece in self.layouts[rank].chunks[chunk]:
             run = self._piece(rank, piece)
@@ -342,7 +330,7 @@ class HeldWeights:
             run[...] = bits_N[start:end].reshape(run.shape)
 
     def check(self, rank: int, chunk: int, bits_N: Bits) -> None:
-        """Raise WireError unless these bits of a chunk have its checksum."""
+        """Raise WireError unless these bits of a chunk have the chunk's checksum."""
         digest = checksum(bits_N.view(np.uint8), self.algorithm)
         expected = self.checksums[rank][chunk]
         if digest != expected:

@@ -1,11 +1,9 @@
 """Reads weights from the object store in the rollout process, while it samples with its current weights.
 
 Promise: new weights reach the engine whole and verified, or not at all. If several versions are offered during a read,
-only the newest is read afterwards.
-
-One thread waits for offers, then for the store, then for `on_weights`. `offer` never waits. A thread that the store has
-blocked for `STUCK_S`, plus the time that the bytes may take, is abandoned when the next offer comes; the bytes that it
-still reads are discarded.
+only the newest is read afterwards. One thread waits for offers, then for the store, then for `on_weights`. `offer`
+never waits. A thread that the store has blocked for `STUCK_S`, plus the time that the bytes may take, is abandoned when
+the next offer comes; the bytes that it still reads are discarded.
 """
 
 from __future__ import annotations
@@ -33,12 +31,9 @@ OnAck = Callable[[Version, bool, str, bool], None]
 
 
 class StoreReceiver:
-    """Reads the stored versions of one run for one member.
-
-    `on_weights(version, tensors)` returns when the engine samples with them, or raises; the tensors belong to this object
-    again afterwards. `on_ack(version, ok, message, damaged)` sends the answer to the learner. Both are called from the
-    reading thread.
-    """
+    """Reads the stored versions of one run for one member. `on_weights(version, tensors)` returns when the engine
+    samples with the tensors, or raises; then they belong to this object again. `on_ack(version, ok, message,
+    damaged)` sends the answer to the learner. Both are called from the reading thread."""
 
     def __init__(
         self,
@@ -70,7 +65,6 @@ class StoreReceiver:
 
     @property
     def at_work(self) -> list[WeightProgress]:
-        """Return the version that is being read or loaded."""
         with self._lock:
             progress = self._thread.progress() if self._thread is not None else None
         return [progress] if progress is not None else []
@@ -125,7 +119,6 @@ class _Reading:
             return current is not None and busy_s > STUCK_S + slowest_s(current.snapshot_bytes)
 
     def progress(self) -> WeightProgress | None:
-        """Return the progress of the offer that is being read; None if there is none."""
         with self._changed:
             current, reader = self._current, self._reader
             if current is None or self._left:

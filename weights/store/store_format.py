@@ -1,5 +1,4 @@
-"""Format of the delta channel's object store: manifests, part files, object names, and the message that offers a
-version.
+"""Format of the delta channel's object store: manifests, part files, object names, and the message of an offer.
 
 A *snapshot* is a version in full, a *delta* its difference from the previous version. Each learner rank writes one part
 file; then rank 0 writes a small manifest that names the parts with their digests, and only this makes the version
@@ -7,11 +6,9 @@ exist. A manifest also has the digest of its base's manifest and, by rank, one h
 before and after. So a reader that got one digest can check all files down to the snapshot.
 
 Names: `<session>-<step>/anchor.0.safetensors`, `<session>-<step>/delta.0.safetensors`, … and `anchor.json`,
-`delta.json`.
-
-A part is a safetensors file with our header in its metadata. A snapshot's tensors are the rank's blocks, in order and
-without gaps, so that a chunk is one run of the file; with one rank it is an ordinary model file. A delta's tensors are
-the coded chunks, named by their numbers; the header has their digests.
+`delta.json`. A part is a safetensors file with our header in its metadata. A snapshot's tensors are the rank's blocks,
+in order and without gaps, so that a chunk is one run of the file; with one rank it is an ordinary model file. A delta's
+tensors are the coded chunks, named by their numbers; the header has their digests.
 """
 
 from __future__ import annotations
@@ -37,13 +34,10 @@ from paceline.weights.store.object_store import Buffer
 from paceline.weights.store.store_layout import FEWEST_CHUNK_ELEMENTS, Block, RankLayout, block_from
 
 FORMAT = 3
-"""Format of manifests and part files."""
 Kind = Literal["anchor", "delta"]
 
 
 class StoredObject(NamedTuple):
-    """One object of the store."""
-
     name: str
     size_bytes: int
     digest: str
@@ -51,7 +45,7 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """The manifest of a snapshot or a delta."""
+    """Manifest of a snapshot or a delta."""
 
     kind: Kind
     run_id: str
@@ -74,11 +68,9 @@ class StoredVersion:
 
     @property
     def size_bytes(self) -> int:
-        """Total bytes of the parts."""
         return sum(part.size_bytes for part in self.parts)
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as JSON."""
         return json.dumps({**asdict(self), "format": FORMAT}, separators=(",", ":")).encode()
 
     @classmethod
@@ -116,28 +108,24 @@ class StoredVersion:
 
 
 def run_store(url: str | None, run_id: str, directory: str) -> str:
-    """Return the URL of a run's stored weights. It is below `url` (`weights.store`), which may be that of many runs, or
-    in the run's directory."""
+    """Return the URL of a run's stored weights: below `url` (`weights.store`, maybe shared), or in `directory`."""
     return f"{url.rstrip('/')}/{run_id}" if url else f"{directory.rstrip('/')}/weights"
 
 
 def folder(version: Version) -> str:
-    """Return the folder of a version's objects."""
     return f"{version.session:06d}-{version.step:08d}"
 
 
 def part_name(kind: Kind, version: Version, rank: int) -> str:
-    """Return the name of one rank's part."""
     return f"{folder(version)}/{kind}.{rank}.safetensors"
 
 
 def manifest_name(kind: Kind, version: Version) -> str:
-    """Return the name of a manifest."""
     return f"{folder(version)}/{kind}.json"
 
 
 def digest_of(chunks: Sequence[Buffer], algorithm: Algorithm) -> str:
-    """Return the hex digest of an object that is written in chunks."""
+    """Return the hex digest of an object that is written in `chunks`."""
     if len(chunks) == 1:
         return checksum(chunks[0], algorithm)
     digest = hasher(algorithm)
@@ -192,8 +180,6 @@ class ChunkNote(NamedTuple):
 
 @dataclass(frozen=True)
 class PartHeader:
-    """Header of a part file."""
-
     kind: Kind
     run_id: str
     version: Version
@@ -251,16 +237,13 @@ class PartHeader:
 
 
 class PartHead(NamedTuple):
-    """Content of the first bytes of a part file."""
-
     header: PartHeader
     locations: dict[str, tuple[int, int]]
-    """[start, end) of each tensor in the file."""
+    """[start, end) in the file of each tensor."""
 
 
 def part_chunks(header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]) -> list[Buffer]:
-    """Return the pieces of a safetensors file with these tensors, without copies. Each tensor is given as (name,
-    torch's name of the dtype, shape, bytes)."""
+    """Return the pieces of a safetensors file, without copies. A tensor is (name, torch's dtype name, shape, bytes)."""
     metadata = {"format": FORMAT, **asdict(header)}
     document: dict[str, Any] = {
         "__metadata__": {METADATA_KEY: json.dumps(metadata, separators=(",", ":")), "format": "pt"}
@@ -336,11 +319,10 @@ class StoreOffer:
     url: str
     algorithm: Algorithm
     manifest: StoredObject
-    """Manifest of the version; its digest authenticates everything else."""
+    """Manifest of the version; the manifest's digest authenticates everything else."""
     snapshot_version: Version
     """Version of the newest snapshot up to this version."""
     snapshot: StoredObject
-    """Manifest of the snapshot."""
     snapshot_bytes: int
     """Size of the snapshot's parts in bytes."""
 

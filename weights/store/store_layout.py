@@ -1,11 +1,10 @@
 """Divides the elements of one learner rank in the store into blocks of tensors, and the blocks into chunks.
 
-A *block* is a box of a tensor, in row-major order: the rank's shard on a mesh of any dimensions, or some columns of it. A
-*chunk* is coded, checked and read as a whole: rows of consecutive blocks whose elements have one width, together at most
-`CHUNK_ELEMENTS` unless a single row has more. So the shards of many ranks do not cost more than whole tensors, large
-tensors are coded in several threads, and a reader that needs a part of the model fetches the chunks that touch it.
-
-The promise: both sides compute the same chunks from blocks and chunk size alone.
+A *block* is a box of a tensor, in row-major order: the rank's shard on a mesh of any dimensions, or some columns of it.
+A *chunk* is coded, checked and read as a whole: rows of consecutive blocks whose elements have one width, together at
+most `CHUNK_ELEMENTS` unless a single row has more. So the shards of many ranks do not cost more than whole tensors,
+large tensors are coded in several threads, and a reader that needs a part of the model fetches the chunks that touch
+it. The promise: both sides compute the same chunks from blocks and chunk size alone.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Block(NamedTuple):
 
     @property
     def row_elements(self) -> int:
-        """Number of elements in a row."""
         return math.prod(self.shape[1:])
 
     def check(self, plan: TensorPlan | None) -> None:
@@ -65,8 +63,6 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Blocks of one rank, and their chunks."""
-
     blocks: tuple[Block, ...]
     chunk_elements: int = CHUNK_ELEMENTS
 
@@ -95,11 +91,10 @@ class RankLayout:
         return tuple(chunks)
 
     def width(self, chunk: int) -> int:
-        """Return the bytes of an element of a chunk."""
+        """Return the bytes of each element of a chunk."""
         return DTYPE_BYTES[self.blocks[self.chunks[chunk][0].block].dtype]
 
     def size_bytes(self, chunk: int) -> int:
-        """Return the bytes of a chunk's elements."""
         elements = sum(
             (piece.last - piece.first) * self.blocks[piece.block].row_elements for piece in self.chunks[chunk]
         )
@@ -107,8 +102,7 @@ class RankLayout:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Name of each block in a snapshot's file: the name of the block's tensor, with a number added from the
-        tensor's second block on."""
+        """Names of blocks in a snapshot's file: the tensor's name, from its second block on with a number added."""
         seen: dict[str, int] = {}
         keys = []
         for block in self.blocks:

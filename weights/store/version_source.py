@@ -32,7 +32,6 @@ class LocalSlice:
 
     @property
     def data(self) -> memoryview:
-        """The slice's bytes."""
         return self.bits.view(np.uint8).data
 
 
@@ -45,11 +44,9 @@ class WholeSlices:
 
 @dataclass(frozen=True)
 class ChunkChanges:
-    """The changed elements of a chunk."""
-
     changes: Changes
     positions_K: npt.NDArray[np.int32]
-    """Positions of the changed elements in the chunk, in the order of the changes."""
+    """[K] positions of the changed elements in the chunk, in the order of the changes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class KeptVersion:
         return chunk_bits(self.slices, self.layout, chunk)
 
     def change(self, chunk: int, found: ChunkChanges) -> None:
-        """Change a chunk's bits in place. The same change may be repeated without effect."""
+        """Change a chunk's bits in place; repeating the same change has no effect."""
         bits_N = self.chunk(chunk)
         bits_N[found.positions_K] = found.changes.new_K
         end = 0

@@ -66,12 +66,9 @@ CLOSE_WAIT_S = 2.0
 
 
 class StoreWriter:
-    """Writes the versions of one rank. `on_stored` is called on rank 0, from the thread, for every version and every
-    snapshot.
-
-    `any_rank` returns whether a fact is true on any rank, which makes `put` and `put_snapshot` collective calls.
-    `oldest_held` returns the slowest member's version, for pruning (None: no member needs an old version).
-    """
+    """Writes the versions of one rank. `on_stored` is called on rank 0, from the thread, for every version and
+    snapshot. `any_rank` returns whether a fact is true on any rank, which makes `put` and `put_snapshot` collective
+    calls. `oldest_held` returns the slowest member's version, for pruning (None: no member needs an old version)."""
 
     def __init__(
         self,
@@ -117,11 +114,8 @@ class StoreWriter:
         take: Callable[[VersionSource | None], VersionSource],
         tensors: tuple[TensorPlan, ...],
     ) -> None:
-        """Queue `version`; `take` returns its elements. A collective call.
-
-        `take` gets the source of a version that will not be written, if there is one: then it returns the changes since the version
-        before that one.
-        """
+        """Queue `version`; `take` returns its elements. A collective call. `take` gets the source of a version that
+        will not be written, if there is one: then it returns the changes since the version before that one."""
         self._tensors = tensors
         self._jobs.put(version, take, wants_snapshot=False)
 
@@ -267,7 +261,7 @@ class StoreWriter:
         self._on_stored(self._chain.stored(size_bytes, time.monotonic() - job.staged_s))
 
     def _all_parts(self, key: str) -> tuple[tuple[StoredObject, ...], tuple[StoredObject, ...], tuple[str, ...]]:
-        """Wait until every rank has left its note; return (parts, heads, contents), each in the order of ranks."""
+        """Wait until every rank has left its note; return (parts, heads, contents), each by rank."""
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
         notes = [json.loads(self._wait(key)) for key in keys]
         for key in keys:
@@ -319,8 +313,6 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 class CodedChunk(NamedTuple):
-    """A changed chunk: its note and its coded bytes."""
-
     note: ChunkNote
     payload: bytes
 
@@ -328,11 +320,9 @@ class CodedChunk(NamedTuple):
 def coded_chunks(
     kept: KeptVersion, version: Version, source: VersionSource, algorithm: Algorithm, over: Map
 ) -> tuple[list[CodedChunk], KeptVersion]:
-    """Return the changed chunks and the new version to keep; `over` maps a function over chunks, in threads.
-
-    Every element that differs is in a coded chunk, and the checksums are of the new elements. Elements that the
-    comparison on a device found are written to the kept copy here, so the checksums prove that copy, not the device's.
-    """
+    """Return the changed chunks and the new version to keep; `over` maps a function over chunks, in threads. Every
+    element that differs is in a coded chunk, and the checksums are of the new elements. Elements that the comparison
+    on a device found are written to the kept copy here, so the checksums prove that copy, not the device's."""
 
     def noted(chunk: int, payload: bytes, bits_N: Any) -> CodedChunk:
         note = ChunkNote(chunk, checksum(bits_N.view(np.uint8), algorithm), checksum(payload, algorithm))
@@ -361,12 +351,12 @@ def coded_chunks(
 
 @dataclass
 class Job:
-    """A job of the writer: store a version or, with `wants_snapshot`, a snapshot too."""
+    """A job of the writer: store a version or, with `wants_snapshot`, also a snapshot."""
 
     number: int
     version: Version
     source: VersionSource | None
-    """Elements of this rank. None if the job writes only a snapshot of the newest version."""
+    """Elements of this rank; None if the job only writes a snapshot of the newest version."""
     wants_snapshot: bool
     staged_s: float
     begun: bool = False
@@ -375,10 +365,8 @@ class Job:
 
 
 class StoreJobs:
-    """Jobs of one rank, the same ones in the same order on all ranks; `any_rank` returns whether a fact is true on any rank.
-
-    One small collective in `put` decides whether any rank has begun a job; during it no job begins here.
-    """
+    """Jobs of one rank, the same ones in the same order on all ranks; `any_rank` returns whether a fact is true on any
+    rank. One small collective in `put` decides whether any rank has begun a job; during it no job begins here."""
 
     def __init__(self, any_rank: Callable[[bool], bool]) -> None:
         self.closed = threading.Event()
@@ -394,10 +382,8 @@ class StoreJobs:
         *,
         wants_snapshot: bool,
     ) -> None:
-        """Add a job, or replace the last one that has not begun. A collective call.
-
-        `take` returns the version's elements; it gets those of the version that is replaced, if any.
-        """
+        """Add a job, or replace the last one that has not begun. A collective call. `take` returns the version's
+        elements; it gets those of the version that is replaced, if any."""
         with self._changed:
             last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
             if last is not None:
@@ -428,12 +414,11 @@ class StoreJobs:
             return self._jobs[0]
 
     def end(self) -> None:
-        """Note that the begun job is stored."""
         with self._changed:
             self._jobs.popleft()
 
     def close(self) -> None:
-        """Let no further job begin."""
+        """Begin no further job."""
         self.closed.set()
         with self._changed:
             self._changed.notify_all()

@@ -1,8 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), written and read a block at a time, in one process.
 
 Promise: torch's own loaders read the written files, at any sharding. Reading decodes only classes of checkpoint
-metadata, so files of unknown origin run no code. Memory holds one block of a written file, and twice the largest chunk
-of a read one.
+metadata, so files of unknown origin run no code. Memory holds one block to write, and twice the largest chunk to read.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ KEY = "model"
 """Name that trainers give to the state dict's entry with the weights."""
 KEYS_SHOWN = 8
 Chunk = Callable[[str, tuple[int, ...], Tensor], None]
-"""Function that takes the tensor's name, the offset along each axis, and the values of a part."""
+"""Takes a tensor's name, the offset along each axis, and the values of a part."""
 
 
 def write_dcp(folder: Path, weights: ModelWeights) -> None:
@@ -64,7 +63,7 @@ def write_dcp(folder: Path, weights: ModelWeights) -> None:
 
 
 class _BlockPlanner(DefaultSavePlanner):
-    """Plans the blocks of a model. A block is read from the model only when it is written."""
+    """Plans the blocks of a model, each read from the model only when written."""
 
     def __init__(self, weights: ModelWeights) -> None:
         super().__init__()
@@ -124,7 +123,6 @@ class DcpCheckpoint:
         self._tensors = {n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         paths = {stored: tuple(map(str, keys.get(stored, (stored,)))) for stored in self._tensors}
         self._names = _weights_under(key, paths, folder)
-        """Maps the name of each weight in the checkpoint to its name in the model."""
 
     def headers(self) -> list[TensorHeader]:
         return [
@@ -183,8 +181,7 @@ class _ChunkPlanner(LoadPlanner):
 
 
 def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder: Folder) -> dict[str, str]:
-    """Return a mapping from the name of each weight in the checkpoint to its name in the model. `paths` has each
-    tensor's keys in the state dict."""
+    """Return a mapping from weight names in the checkpoint to names in the model. `paths`: each tensor's keys."""
     entry = KEY if key is None else key
     below = {stored: path[1:] for stored, path in paths.items() if path[0] == entry and path[1:]}
     names = {stored: unwrapped(".".join(path)) for stored, path in below.items()}

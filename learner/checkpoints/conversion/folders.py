@@ -1,5 +1,4 @@
-"""`paceline convert`: converts a model folder to a checkpoint of torch.distributed.checkpoint, a checkpoint to a model
-folder, or a model folder to one with other or quantized weights.
+"""`paceline convert`: converts model folders to and from checkpoints of torch.distributed.checkpoint.
 
 Promise: names and layouts of the weights stay, and their bits too without another type or an adapter; the result
 appears whole or not at all; peak memory does not grow with the model, unless it is quantized.
@@ -55,9 +54,8 @@ def to_dcp(
     adapter: Path | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
-    """Write the weights of a model folder as a checkpoint, with its config and tokenizer. `dtype` None keeps the types;
-    a LoRA adapter in peft's folder is merged. Raises Conflict (`destination` exists), InvalidInput (damaged or
-    foreign), Unreadable."""
+    """Write a model folder's weights as a checkpoint, with config and tokenizer. `dtype` None keeps types; a LoRA
+    adapter in peft's folder is merged. Raises Conflict if it exists, InvalidInput if damaged or foreign, Unreadable."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
@@ -74,8 +72,7 @@ def to_folder(
     adapter: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a model folder again, with other weights. Raises Conflict, InvalidInput and Unreadable in the same cases as
-    `to_dcp`."""
+    """Write a model folder again, with other weights. Raises Conflict, InvalidInput and Unreadable as `to_dcp` does."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
@@ -103,11 +100,9 @@ def from_dcp(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write the weights of a checkpoint as a model folder. Config and tokenizer are those of the model `config`, by
-    default those in the checkpoint's folder.
-
-    `key` is the entry of the state dict that has the weights (None: `model`, or all). Raises Conflict if `destination`
-    exists, InvalidInput if the weights are not those of the model that the config describes, Unavailable.
-    """
+    default those in the checkpoint's folder. `key` is the entry of the state dict that has the weights (None:
+    `model`, or all). Raises Conflict if `destination` exists, InvalidInput if the weights are not those of the model
+    that the config describes, Unavailable."""
     folder = Folder(checkpoint)
     stored = DcpCheckpoint(folder, key)
     if config is None and not folder.exists(CONFIG):
@@ -134,8 +129,7 @@ def from_dcp(
 
 
 def _weight_files(source: str, *, changed: bool) -> WeightFiles:
-    """Return the weight files of a model folder, after checking them against its config. With `changed`, quantized
-    weights raise InvalidInput."""
+    """Return a model folder's weight files, checked. With `changed`, quantized ones raise InvalidInput."""
     if not is_url(source) and not Path(source).is_dir():
         raise InvalidInput(f"SOURCE {source!r} is not a folder; fetch a model of the hub with `hf download` first")
     local = model_source(source, "SOURCE")
@@ -201,8 +195,7 @@ def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folde
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy all files but weights; set the new type in the config. Raises InvalidInput if the copied tokenizer differs
-    from the source's."""
+    """Copy all files but weights; set the config's new type. Raises InvalidInput if the tokenizer's copy differs."""
     copy_other_files(source, folder)
     if dtype is not None:
         path = folder / CONFIG
@@ -214,9 +207,9 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def quantize_folder(source: str, destination: Location, kind: Literal["int8", "float8"]) -> None:
-    """Write the model of a folder with the weights of its linear layers, except the LM head, in eight bits. The weights
-    have a scale for each output; activations keep their type. The whole model is in memory. Raises InvalidInput
-    without torchao, Conflict if `destination` exists."""
+    """Write the model of a folder with the weights of its linear layers, except the LM head, in eight bits with a scale
+    for each output; activations keep their type. The whole model is in memory. Raises InvalidInput without torchao,
+    Conflict if `destination` exists."""
     if importlib.util.find_spec("torchao") is None:
         raise InvalidInput("--quantize needs torchao: pip install 'paceline[quantize]'")
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig

@@ -33,8 +33,7 @@ MERGED_AS: Mapping[str, Sequence[Any]] = {
     "init_lora_weights": (True, False, "gaussian"),
 }
 """Values of peft's settings under which the merge is W + scaling·B·A in every layer that the files name. Other
-initializations, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change W, so A and B do not fit the base in its
-folder."""
+initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change W, so A and B do not fit the base in its folder."""
 WITHOUT_EFFECT = frozenset(
     {
         "r",
@@ -48,8 +47,7 @@ WITHOUT_EFFECT = frozenset(
     | {"layers_pattern", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"}
     | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
 )
-"""Settings of peft that may have any value: they act only in training, or the scaling and the files' names include
-them."""
+"""Settings of peft that may have any value: they act only in training, or scaling and file names include them."""
 OFF: Sequence[Any] = (None, False, "", [], {})
 """Values that switch any other setting of peft off."""
 
@@ -76,7 +74,7 @@ class ModelWeights:
         ]
 
     def blocks(self, header: TensorHeader) -> Iterator[tuple[int, int]]:
-        """Yield (first row, end row) of blocks that make up the tensor; a tensor without axes is one row."""
+        """Yield (first row, end row) of the tensor's blocks; a tensor without axes is one row."""
         rows = header.shape[0] if header.shape else 1
         row_bytes = math.prod(header.shape[1:]) * header.dtype.itemsize
         step = max(1, self._block_bytes // max(1, row_bytes))

@@ -121,7 +121,7 @@ def test_buckets_are_published_one_by_one_and_forgotten_with_the_generation() ->
     assert [segment.digest(i, second) for i in range(4)] == [None] * 4
     assert segment.complete_generation == first
     for bucket, digest in ((4, b"a"), (-1, b"a"), (0, b""), (0, b"a" * 33)):
-        with pytest.raises(ValueError, match=f"bucket {bucket} of 4 with a digest of {len(digest)} bytes"):
+        with pytest.raises(ValueError, match=f"bucket {bucket} of 4 cannot have a digest of {len(digest)} bytes"):
             segment.publish(bucket, digest)
 
 
