@@ -140,8 +140,7 @@ class Client(Connection):
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
-        """Retry the call until the coordinator has opened the data set, because a download may take long. The
-        coordinator opens it only once."""
+        """Retry until the coordinator has opened the data set, which it does once, because a download may take long."""
         import grpc
 
         started_s = time.monotonic()
@@ -259,11 +258,9 @@ class Client(Connection):
         return run
 
     def watch(self, run_id: str, after: int = 0, timeout_s: float | None = None) -> Iterator[Event]:
-        """Yield the events of a run after a sequence number as they happen, until the run ends, or for `timeout_s`.
-
-        A broken stream resumes without repeating events: a coordinator's restart shows only as a pause. Raises
-        NotFound; Unavailable if there is no coordinator at first, or none for `reconnect_s` seconds later.
-        """
+        """Yield the events of a run after a sequence number as they happen, until the run ends, or for `timeout_s`. A
+        broken stream resumes without repeating events: a coordinator's restart shows only as a pause. Raises
+        NotFound; Unavailable if there is no coordinator at first, or none for `reconnect_s` seconds later."""
         import grpc
 
         from paceline.v1.run_pb2 import WatchRequest
@@ -291,10 +288,8 @@ class Client(Connection):
             self._closed.wait(backoff.next_s())
 
     def wait(self, run_id: str, timeout_s: float | None = None) -> Run:
-        """Return the run once it has ended, in whatever state. A coordinator's restart shows only as a pause.
-
-        Raises NotFound; Unavailable after `timeout_s` seconds, or if no coordinator answers for `reconnect_s`.
-        """
+        """Return the run once it has ended, in whatever state. A coordinator's restart shows only as a pause. Raises
+        NotFound; Unavailable after `timeout_s` seconds, or if no coordinator answers for `reconnect_s`."""
         started_s = last_answer_s = time.monotonic()
         pause_s = 0.05
         while True:
@@ -312,10 +307,8 @@ class Client(Connection):
             pause_s = min(2 * pause_s, 1.0)
 
     def events(self, run_id: str, *, kind: str | None = None, after: int = 0, quiet_s: float = 0.5) -> list[Event]:
-        """Return the events of a run until now, oldest first, of one `kind` or all.
-
-        `watch` also yields later ones. For a live run, the list ends after `quiet_s` without an event. Raises NotFound.
-        """
+        """Return the events of a run until now, oldest first, of one `kind` or all. `watch` also yields later ones. For
+        a live run, the list ends after `quiet_s` without an event. Raises NotFound."""
         events: list[Event] = []
         while True:
             has_ended = state_name(self.get(run_id)) in ENDED_STATES
@@ -391,12 +384,9 @@ class Client(Connection):
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> list[GeneratedCompletion]:
-        """Return `n` completions of a prompt with the newest weights. By default, the sampling settings are those of the
-        worker's run.
-
-        `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable if
-        there is none, Conflict if it holds no weights yet, InvalidInput.
-        """
+        """Return `n` completions of a prompt with the newest weights. By default, the sampling settings are those of
+        the worker's run. `worker` is the host:port of a rollout worker; by default the one with the newest weights.
+        Raises Unavailable if there is none, Conflict if it holds no weights yet, InvalidInput."""
         if n < 1 or (temperature is not None and temperature <= 0):
             raise InvalidInput(f"n is {n} and temperature {temperature}; both must be above 0")
         from paceline.v1 import rollout_pb2, rollout_pb2_grpc
@@ -420,11 +410,9 @@ class Client(Connection):
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> dict[str, list[float | None]]:
-        """Return scores by function, one for each completion, None if the function does not apply.
-
-        `functions` are built-ins or functions of the current run (default: all of its functions); `columns` are lists
-        as long as `completions`; `worker` is the host:port of a reward worker. Raises Unavailable if there is none.
-        """
+        """Return scores by function, one for each completion, None if the function does not apply. `functions` are
+        built-ins or functions of the current run (default: all of its functions); `columns` are lists as long as
+        `completions`; `worker` is the host:port of a reward worker. Raises Unavailable if there is none."""
         from paceline.v1 import reward_pb2, reward_pb2_grpc
 
         request = reward_pb2.ScoreRequest(

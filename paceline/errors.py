@@ -53,7 +53,6 @@ class CheckpointFault(PacelineError):
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
         self.path = path
-        """Path of the faulty checkpoint."""
 
 
 class LedgerFault(PacelineError):

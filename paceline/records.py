@@ -1,9 +1,7 @@
 """Reads a coordinator's records (metrics, events, samples, token accounting, specs, logs) as plain Python values.
-
 `Client.records` reads them over the wire, with only the coordinator's address and token. Metrics and samples are
-columns: a dictionary of lists of equal length, as `pandas.DataFrame` and `polars.DataFrame` take it. Methods follow the
-pages of an answer to the end.
-"""
+columns: a dictionary of lists of equal length, as `pandas.DataFrame` and `polars.DataFrame` take it. Methods follow
+the pages of an answer to the end."""
 
 from __future__ import annotations
 
@@ -108,12 +106,10 @@ class Records:
 
     def samples(self, run_id: str, step: int | None = None, *, limit: int = 0, **filters: Any) -> Columns:
         """Return completions as columns: group_id, completion_index, step, state, prompt, completion, finish_reason,
-        num_tokens, age, versions, final_reward, and `reward/<function>`.
-
-        `filters` are fields of ListSamplesRequest: from_step, to_step, group_id, state, evaluated_version,
-        newest_evaluation, min_reward, max_reward, min_tokens, max_tokens, min_age, max_age, finish_reason, text,
-        newest_first. `limit` is the largest number of completions; 0 is all. Raises NotFound, InvalidInput.
-        """
+        num_tokens, age, versions, final_reward, and `reward/<function>`. `filters` are fields of ListSamplesRequest:
+        from_step, to_step, group_id, state, evaluated_version, newest_evaluation, min_reward, max_reward,
+        min_tokens, max_tokens, min_age, max_age, finish_reason, text, newest_first. `limit` is the largest number of
+        completions; 0 is all. Raises NotFound, InvalidInput."""
         if step is not None:
             filters |= {"from_step": step, "to_step": step}
         rows: list[dict[str, Any]] = []

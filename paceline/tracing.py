@@ -1,8 +1,6 @@
-"""Traces: one for each group from lease to training and one for each step, with W3C's format in every header.
-
-The ids are functions of run and group, so every service finds the same trace without a lookup. Spans, and the services'
-metrics, go to the OpenTelemetry SDK and, if OTEL_EXPORTER_OTLP_ENDPOINT is set, out by OTLP; else they cost little.
-"""
+"""Traces: one for each group from lease to training and one for each step, with W3C's format in every header. The ids
+are functions of run and group, so every service finds the same trace without a lookup. Spans, and the services'
+metrics, go to the OpenTelemetry SDK and, if OTEL_EXPORTER_OTLP_ENDPOINT is set, out by OTLP; else they cost little."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ def encode_result(
     rows: Rows | None = None,
     samples: Sequence[pb.SampleText] = (),
 ) -> list[bytes]:
-    """Return the payload frames of a generated group: arrays and texts, with an environment also transcripts and
-    samples."""
+    """Return a group's payload frames: arrays and texts, with an environment also transcripts and samples."""
     texts = pb.Texts(
         texts=[completion.text for completion in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
@@ -68,8 +67,7 @@ def encode_result(
 
 
 def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Return prompt tokens and completions from the frames of a generated group. Raises WireError if anything does not
-    match."""
+    """Return prompt tokens and completions of a generated group's frames. Raises WireError unless all match."""
     message = parse_message(pb.Texts, texts)
     return decode_completions(arrays, message.finish_reasons, message.texts)
 
@@ -173,8 +171,7 @@ def split_rows(arrays: CompletionArrays, completions: Sequence[Completion]) -> R
 
 
 def encode_reference(logprobs: Sequence[FloatArray]) -> bytes:
-    """Return the payload frame of the reference's log-probabilities, a [T] per completion (`exchange.proto`,
-    ScoreResult)."""
+    """Return the frame of the reference's log-probabilities, [T] per completion (`exchange.proto`, ScoreResult)."""
     return safetensors.numpy.save({"reference_logprobs": concatenated(logprobs, np.float32)})
 
 
@@ -187,8 +184,7 @@ def decode_reference(payload: Buffer) -> FloatArray:
 
 
 def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray:
-    """Return [C, F] the rewards in a header's flat list. Raises WireError if they cannot be split evenly over the
-    completions."""
+    """Return [C, F] the rewards in a header's flat list. Raises WireError if the completions do not divide them."""
     if num_completions == 0 or len(rewards) % num_completions:
         raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
     rewards_CF = np.array(rewards, np.float32).reshape(num_completions, -1)

@@ -20,8 +20,6 @@ Fetch = Callable[[BundledFile], Iterable[bytes]]
 
 
 class BundleCache:
-    """Bundles in `cache`."""
-
     def __init__(self, cache: BoundedCache):
         self._cache = cache
 

@@ -1,8 +1,5 @@
-"""Makes a bundle from a spec on the submitter's machine: chooses, digests and refuses files.
-
-A path that does not exist here is sent unchanged; the services resolve it (a function's file in a
-worker's image, or data on its disk).
-"""
+"""Makes a bundle from a spec on the submitter's machine: chooses, digests and refuses files. A path that does not exist
+here is sent unchanged; the services resolve it (a function's file in a worker's image, or data on its disk)."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ NONE_PREPARED: Mapping[str, Sequence[Path]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Bundle:
-    """A run's files on this machine."""
-
     manifest: Manifest
     sources: dict[str, Path]
     """For each digest, the path of one file that has this digest."""
@@ -57,8 +52,7 @@ class _Found:
     size: int = 0
 
     def add(self, kind: Kind, name: str, bundled: str, path: Path) -> None:
-        """Add a file after checking it. A path that was added before keeps its kind, so code is not also data. Raises
-        SpecError."""
+        """Check and add a file. A path added before keeps its kind, so code is not also data. Raises SpecError."""
         if bundled not in self.files:
             size = _checked_size(name, path)
             self.files[bundled] = (kind, name, path)
@@ -135,8 +129,7 @@ def _add_code(found: _Found) -> list[str]:
 
 
 def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
-    """Return a warning for each file that is in the same folder as a module, is named in the module and does not travel
-    with the run."""
+    """Return a warning for each file beside a module that is named in the module and does not travel with the run."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [
@@ -248,9 +241,8 @@ def _digested(bundled: str, kind: Kind, name: str, path: Path) -> BundledFile:
 
 
 def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
-    """Return the bundle of a run's files as they are now; `before` is the run's earlier bundle, if it is known. Return
-    None if this machine lacks files of code. Examples, prepared data, and data that this machine lacks are kept from
-    `before`. Raises SpecError."""
+    """Return the bundle of a run's present files; None if this machine lacks files of code. Examples, prepared data and
+    data that this machine lacks are kept from `before`, the earlier bundle if it is known. Raises SpecError."""
     code = {path_of_file(spec.folder, file): file for file in map(file_of, code_paths(spec).values())}
     had = {file.path for file in before.files if file.kind == "code"} if before is not None else set(code)
     if any(bundled in had and not os.path.isfile(file) for bundled, file in code.items()):

@@ -1,10 +1,8 @@
-"""`Manifest`: the path, kind, size and SHA-256 of each file in a bundle. The digest of its text names the bundle.
-
-A manifest is untrusted, so `Manifest.read` refuses every path that could leave the folder in which it is unpacked.
-
+"""`Manifest`: the path, kind, size and SHA-256 of each file in a bundle. The digest of its text names the bundle. A
+manifest is untrusted, so `Manifest.read` refuses every path that could leave the folder in which it is unpacked.
 Files below the spec's folder keep their path below `folder/`; all others are at `outside/<digest of their folder>/`.
-Data are below `data/` in the same way. Paths follow from the spec alone, so a stored spec keeps the submitter's paths.
-"""
+Data are below `data/` in the same way. Paths follow from the spec alone, so a stored spec keeps the submitter's
+paths."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ FORMAT = 1
 MAX_FILES = 10_000
 MAX_PATH = 1024
 MAX_BYTES = 8 << 20
-"""Largest manifest in bytes."""
 MAX_SIZE = 1 << 42
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -42,7 +39,6 @@ class BundledFile:
     size: int
     """Size in bytes."""
     sha256: str
-    """SHA-256 of the content, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,6 @@ class Manifest:
         return sum(file.size for file in self.files)
 
     def subset(self, *kinds: Kind) -> Manifest:
-        """Return the manifest of the files of some kinds."""
         return Manifest(tuple(file for file in self.files if file.kind in kinds))
 
     def has(self, path: str, kind: Kind) -> bool:
@@ -157,7 +152,6 @@ def path_of_folder(spec_folder: str, folder: str) -> str:
 
 
 def path_of_file(spec_folder: str, path: str) -> str:
-    """Return the path in the bundle of an absolute file."""
     parent, name = os.path.split(os.path.normpath(path))
     return f"{path_of_folder(spec_folder, parent)}/{name}"
 
@@ -185,8 +179,7 @@ def split_glob(path: str) -> tuple[str, str]:
 
 
 def path_of_prepared(field: str, index: int, name: str) -> str:
-    """Return the path in the bundle of a file with prepared data; `index` is the position of the data set in the
-    field's list."""
+    """Return the bundle path of a file with prepared data; `index` is the data set's position in the field's list."""
     return f"{PREPARED}/{field.removeprefix('data.')}/{index:04d}/{name}"
 
 

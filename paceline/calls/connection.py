@@ -1,7 +1,5 @@
 """A connection to one coordinator: address, channel, and calls with a deadline that are retried while it is away.
-
-Failures are errors of paceline.errors with a message for the caller, never bare gRPC errors.
-"""
+Failures are errors of paceline.errors with a message for the caller, never bare gRPC errors."""
 
 from __future__ import annotations
 
@@ -106,8 +104,8 @@ def translated(
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 BUSY_S = 5.0
-"""A call is retried for at least this many seconds while the coordinator has no room. The coordinator's hints set the
-pause before each retry."""
+"""Shortest time in seconds to retry a call while the coordinator has no room; the coordinator's hints set each pause.
+"""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -1,9 +1,7 @@
-"""Parses an answer's content, reasoning and tool calls from the model's text as it streams.
-
-Promise: the joined parts do not depend on how the text was split, no text is lost but the marks and the white space
-beside them, and no returned part changes later. A call is therefore returned when it is complete; text that begins like
-a call but is not one becomes content, word for word.
-"""
+"""Parses an answer's content, reasoning and tool calls from the model's text as it streams. Promise: the joined parts
+do not depend on how the text was split, no text is lost but the marks and the white space beside them, and no
+returned part changes later. A call is therefore returned when it is complete; text that begins like a call but is
+not one becomes content, word for word."""
 
 from __future__ import annotations
 
@@ -46,8 +44,6 @@ AnswerPart = TextPart | ToolCall
 
 @dataclass
 class AnswerReader:
-    """Reader of one answer."""
-
     calls: CallFormat = "none"
     """Format of the calls to read; `none` leaves calls in the content."""
     reasons: bool = False

@@ -1,8 +1,6 @@
 """Messages of a chat in the shape of the OpenAI API; `paceline/data/messages.py` converts them for chat templates.
-
 Promise: no field of a message is dropped silently. Forms that no template can take are refused by name here; fields
-that the template itself would leave out are refused by `paceline/chat/rendering.py`.
-"""
+that the template itself would leave out are refused by `paceline/chat/rendering.py`."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ from paceline.spec import DataSection
 MARK = r"<[^<>\s]*start[^<>\s]*>\w*|<[|｜][^<>]*[|｜]>|</?\w[^<>\s]*>|\[/?[A-Z_]+\]"
 """A mark of a chat: `<start_of_turn>user`, `<|user|>`, `</s>`, `[INST]`."""
 WRITTEN = re.compile(rf"{MARK}|\s+|(?:(?!{MARK})\S)+")
-"""Units of a text: marks, white space, and the text between them. The common beginning of a pair never ends within a
-unit."""
+"""Units of a text: marks, white space, and text between them. A pair's common beginning never ends within a unit."""
 WORDS = re.compile(rf"{MARK}|\s+|[\w\u0300-\u036f]+|(?:(?!{MARK})[^\w\s])+")
 """Shorter units than those of WRITTEN, for texts without white space."""
 
@@ -68,7 +67,6 @@ class LabeledCompletion(NamedTuple):
 
 
 def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
-    """Return the demonstration of a row. Raises DataError."""
     if (key := conversation_key(row, data)) is not None:
         messages: Any = row.get(key)
         if not are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -90,7 +88,6 @@ def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
 
 
 def _whole_text(row: dict[str, Any], data: DataSection) -> str:
-    """Return the text of a row without a prompt. Raises DataError."""
     text = row["text"]
     if not isinstance(text, str) or not text:
         raise DataError(f"column 'text' must be text that is not empty, not {text!r:.80}; correct or remove the row")
@@ -100,7 +97,6 @@ def _whole_text(row: dict[str, Any], data: DataSection) -> str:
 
 
 def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
-    """Return the preference of a row. Raises DataError."""
     if "completions" in row and data.chosen_key not in row:
         return _ranked(row, data)
     check_columns(row, data.pair_keys)
@@ -130,9 +126,8 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
 
 
 def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
-    """Return the number in the column `data.preference_key`: below 0 if the completion of `chosen_key` is better, above
-    0 if that of `rejected_key` is, 0 if neither is better. Without `data.preference_key`, return -1. Raises
-    DataError."""
+    """Return the number in the column `data.preference_key` (-1 if it is unset): below 0 if the completion of
+    `chosen_key` is better, above 0 if that of `rejected_key` is, 0 if neither is better. Raises DataError."""
     if data.preference_key is None:
         return -1.0
     value = as_number(row.get(data.preference_key))
@@ -145,7 +140,6 @@ def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
 
 
 def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCompletion:
-    """Return the labeled completion of a row. Raises DataError."""
     check_prompt(row, data.prompt_key)
     check_columns(row, (data.completion_key,))
     label = row.get(data.label_key)
@@ -237,10 +231,8 @@ def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
 
 
 def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[str]]:
-    """Return the common beginning of texts up to the last position at which all may be split, and the remainders.
-
-    A space there belongs to the remainder, as in TRL, because tokens of words begin with it.
-    """
+    """Return the common beginning of texts up to the last position at which all may be split, and the remainders. A
+    space there belongs to the remainder, as in TRL, because tokens of words begin with it."""
     first, last = min(whole), max(whole)  # the beginning of these two is that of all
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     common = min(common, min(map(len, whole)) - 1)  # each text continues after it
@@ -260,8 +252,7 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
-    """Return whether the completion of a row is complete: false for a recorded completion that was cut at the length
-    limit."""
+    """Return whether the completion of a row is complete: false for a recorded completion cut at the length limit."""
     return row.get("finish_reason") != "length"
 
 

@@ -1,9 +1,7 @@
 """Opens and checks data sets of examples, and converts their rows to what the algorithm reads.
-
-`paceline.data.example_rows` has the forms of rows. Traces (`offline_grpo`) are grouped by their prompts; pairs become
-labeled completions for `kto`. Promise: what passes the check is read later without a fault, unless a chat template
-refuses it. Rows that are left out are counted.
-"""
+`paceline.data.example_rows` has the forms of rows. Traces (`offline_grpo`) are grouped by their prompts; pairs
+become labeled completions for `kto`. Promise: what passes the check is read later without a fault, unless a chat
+template refuses it. Rows that are left out are counted."""
 
 from __future__ import annotations
 
@@ -99,8 +97,7 @@ def _pair_keys(data: DataSection) -> tuple[str, ...]:
 
 
 def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
-    """Return the examples of the training (or validation) data: its rows, or groups of traces. Raises DataError,
-    Unreadable as `open_source` does."""
+    """Return the training (or validation) examples: rows, or groups of traces. Raises as `open_source` does."""
     source = spec.data.source(validation=validation)
     return as_examples(checked_rows(spec, validation=validation), spec, source.field)
 
@@ -171,7 +168,6 @@ class UnpairedRows:
         return 2 * len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable as the rows do."""
         row, data = self._rows[index // 2], self._data
         pair = read_preference(row, data.model_copy(update={"system_prompt": None}))
         values = (
@@ -206,7 +202,6 @@ def _read_labeled(row: dict[str, Any], data: DataSection) -> None:
 
 
 def trace_keys(spec: RunSpec) -> TraceKeys:
-    """Return the columns of a spec's traces."""
     return TraceKeys(spec.data.prompt_key, spec.data.completion_key, spec.offline_grpo.reward_keys)
 
 
@@ -259,8 +254,7 @@ UNDECIDED = "neither completion is better"
 
 
 class DecidedPairs:
-    """Checked rows of pairs, without rows whose number (`data.preference_key`) is 0, because neither completion is
-    better. Only their indices are in memory."""
+    """Checked pairs without undecided ones (`data.preference_key` is 0). Only the indices of pairs are in memory."""
 
     def __init__(self, rows: Rows, data: DataSection, field: str) -> None:
         """Raise DataError that names `field` if a data set has no pair with a better completion."""
@@ -268,20 +262,17 @@ class DecidedPairs:
         self._kept = np.array([i for i in range(len(rows)) if preference_of(rows[i], data) != 0], np.int64)
         ends = np.searchsorted(self._kept, [0, *accumulate(sizes_of(rows))])
         self.sizes = tuple(np.diff(ends).tolist())
-        """Number of rows of each joined data set."""
         if 0 in self.sizes:
             raise DataError(
                 f"{field}: column {data.preference_key!r} is 0 in all {sizes_of(rows)[self.sizes.index(0)]:,} rows of a data "
                 "set, so neither completion is ever better; correct data.preference_key, or remove the data set"
             )
         self.left_out = Counter({UNDECIDED: len(rows) - len(self)})
-        """For each reason, the number of rows that were left out for it."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable as the rows do."""
         return self._rows[int(self._kept[index])]
 
 

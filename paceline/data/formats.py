@@ -1,8 +1,6 @@
-"""Recognises the formats of data sets by the columns of a row: those of TRL, of NeMo RL, and traces.
-
-The style of a format is *standard* if its texts are texts, *conversational* if they are chat messages. Promise: formats
-are named by the same rules by which rows are read, so a description of a data set matches what is trained.
-"""
+"""Recognises the formats of data sets by the columns of a row: those of TRL, of NeMo RL, and traces. The style of a
+format is *standard* if its texts are texts, *conversational* if they are chat messages. Promise: formats are named
+by the same rules by which rows are read, so a description of a data set matches what is trained."""
 
 from __future__ import annotations
 
@@ -38,8 +36,6 @@ READERS = {
 
 
 class Format(NamedTuple):
-    """A data set's format."""
-
     kind: Kind
     name: str
     """Name for people, with the library that defines it."""
@@ -105,8 +101,7 @@ def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm
 
 
 def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str:
-    """Return a description of a data set's format by its first row, for people. `form` is the form of the algorithm's
-    examples, None for an algorithm that samples."""
+    """Describe a data set's format by its first row. `form` is the algorithm's; None for an algorithm that samples."""
     if form is None and is_made(data):
         named = "data.prompt_template" if data.prompt_template is not None else "data.choices"
         return f"prompts by {named}, from rows with the columns {', '.join(sorted(row))}"

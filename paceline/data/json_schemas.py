@@ -23,8 +23,7 @@ Json = dict[str, Any]
 MAX_DEPTH = 16
 """Largest depth of references and combinations; a recursive schema has no end."""
 MAX_SCHEMAS, MAX_ALTERNATIVES = 500, 64
-"""Largest number of schemas that are read within one schema, and largest number of alternatives that are kept:
-references can multiply both."""
+"""Largest number of schemas read within one schema, and of alternatives kept: references can multiply both."""
 COMBINING = ("$ref", "anyOf", "oneOf", "allOf")
 
 TYPE_NAMES = {

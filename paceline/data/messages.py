@@ -173,8 +173,7 @@ def _read_call(call: Any) -> Json:
 
 
 def _read_arguments(function: Json) -> Json:
-    """Return the arguments as an object. Templates write an object as JSON themselves, but the API has arguments as
-    JSON text. If this text is that of a text, the arguments were encoded twice and are decoded twice."""
+    """Return the arguments as an object, which templates write as JSON. A text that was encoded twice is decoded twice."""
     arguments = function.get("arguments", {})
     for _ in range(2):
         if isinstance(arguments, str):
@@ -339,11 +338,9 @@ def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Jso
 
 
 def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
-    """Return messages with the results of tools in the order of their calls.
-
-    This is for a template that does not write ids, so that its model knows results only by their order. Raises
-    InvalidInput if the results are not those of the calls before them.
-    """
+    """Return messages with the results of tools in the order of their calls. This is for a template that does not write
+    ids, so that its model knows results only by their order. Raises InvalidInput if the results are not those of the
+    calls before them."""
     ordered: list[Json] = []
     block: list[Json] = []
     ids: list[Any] = []
@@ -385,6 +382,5 @@ def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> boo
 
 @functools.lru_cache(maxsize=64)
 def _reads(source: str, field: str) -> bool:
-    """Return whether a template really reads a field of a message. A template may have the field's name in its text for
-    another reason."""
+    """Return whether a template reads a field of a message; its text may have the field's name for another reason."""
     return re.search(rf"(?:\.|['\"]){field}\b", source) is not None

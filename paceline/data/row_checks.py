@@ -1,9 +1,7 @@
-"""Checks single rows, and scans whole tables by columns.
-
-Each check of a row raises DataError with the column, the value and a remedy. Column operations find the rows of a table
-that certainly pass, in seconds for a million rows; the others are checked one by one. Promise: a scan never accepts a
-row that the check of single rows refuses. In a column of an unknown form no row certainly passes.
-"""
+"""Checks single rows, and scans whole tables by columns. Each check of a row raises DataError with the column, the
+value and a remedy. Column operations find the rows of a table that certainly pass, in seconds for a million rows;
+the others are checked one by one. Promise: a scan never accepts a row that the check of single rows refuses. In a
+column of an unknown form no row certainly passes."""
 
 from __future__ import annotations
 
@@ -45,11 +43,9 @@ class RowCheck:
     columns: tuple[str, ...] | None
     """Columns that the check reads, if the table has them; None for all."""
     passing: Callable[[pa.Table], Mask]
-    """The scan: takes a table with N rows, and returns [N] booleans that are true for rows that certainly pass the
-    check."""
+    """The scan: takes a table with N rows, and returns [N] booleans, true for rows that certainly pass the check."""
 
     def __call__(self, row: dict[str, Any]) -> None:
-        """Check one row. Raises DataError."""
         self.row(row)
 
 
@@ -113,8 +109,7 @@ def unanswered(table: pa.Table, name: str) -> Mask:
 
 
 def different(table: pa.Table, name: str, other: str) -> Mask:
-    """Return [N] whether two columns certainly differ: in text, or the last of equally many messages. Both must be
-    `texts`."""
+    """Return [N] whether two columns of `texts` certainly differ: in text, or the last of equally many messages."""
     import pyarrow.compute as pc
 
     one, two = table[name], table[other]

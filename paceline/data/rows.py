@@ -62,9 +62,7 @@ def open_rows(name: str | tuple[str, ...], split: str, field: str = "data.train"
 def open_source(source: DataSource, check: Check | None = None) -> Rows:
     """Return the rows of a data set, or of several in order. `check` raises DataError for an unusable row. For a table
     (Parquet, Arrow, a folder, the hub) the rows that the scan of a `RowCheck` passes are not checked one by one.
-
-    Raises DataError with the field, or with the line or row; Unreadable if something cannot be read now.
-    """
+    Raises DataError with the field, or with the line or row; Unreadable if something cannot be read now."""
     names = (source.name,) if isinstance(source.name, str) else source.name
     entries = [_entry(source._replace(name=name), name, check) for name in names]
     return entries[0] if len(entries) == 1 else JoinedRows(entries, names)
@@ -208,8 +206,7 @@ class JoinedRows:
     """The rows of all parts, in their order."""
 
     def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
-        """`names` are the names of the parts, for messages. Raises DataError if a part lacks a column of the first
-        part."""
+        """`names` are the parts' names, for messages. Raises DataError if a part lacks a column of the first part."""
         for part, name in zip(parts, names, strict=True):
             if missing := sorted(set(parts[0].columns) - set(part.columns)):
                 raise DataError(
@@ -217,7 +214,6 @@ class JoinedRows:
                 )
         self._parts = parts
         self.sizes = tuple(map(len, parts))
-        """Number of rows of each part."""
         self._ends = list(accumulate(self.sizes))
         self.columns = parts[0].columns
         self.fingerprint = "; ".join(part.fingerprint for part in parts)
@@ -226,7 +222,6 @@ class JoinedRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable as the row's part does."""
         number = bisect_right(self._ends, index)
         return self._parts[number][index - (self._ends[number - 1] if number else 0)]
 
@@ -258,11 +253,9 @@ def names_files(name: str) -> bool:
 
 
 def files_of(name: str, field: str) -> Iterator[Path]:
-    """Yield the local files of `name`, the value of `field`; those of a glob in the order of their names.
-
-    A copy of a store's file exists until the next one is requested, and beyond that while it is open. Raises Unreadable
-    if there are none or the store cannot be reached; SpecError for a scheme that fsspec does not know.
-    """
+    """Yield the local files of `name`, the value of `field`; those of a glob in the order of their names. A copy of a
+    store's file exists until the next one is requested, and beyond that while it is open. Raises Unreadable if there
+    are none or the store cannot be reached; SpecError for a scheme that fsspec does not know."""
     if is_url(name):
         yield from _stored_files(name, field)
         return

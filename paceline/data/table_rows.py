@@ -163,8 +163,7 @@ def short_types(schema: Any) -> dict[str, str]:
 
 
 def in_short_form(row: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with 32-bit and 16-bit numbers as written: 0.1, not 0.10000000149011612. `types` maps a column to
-    the type of its numbers."""
+    """Return a row with numbers of 32 and 16 bits as written: 0.1, not 0.10000000149011612. `types` are by column."""
     return {**row, **{name: _written(row[name], SHORT[kind]) for name, kind in types.items()}}
 
 
@@ -219,8 +218,7 @@ class StreamedRows:
         shuffle: bool,
         retry_s: float = RETRY_S,
     ) -> None:
-        """Read the first block. Raises DataError if the block has no rows or if its first row is unusable, and the
-        errors of `tables`."""
+        """Read the first block. Raises DataError if it has no rows or an unusable first row, and errors of `tables`."""
         self._name, self._check, self._seed, self._shuffle = name, check, seed, shuffle
         self._block_rows, self._tables, self._retry_s = block_rows, _Tables(tables), retry_s
         self.fingerprint = f"stream of {name}"

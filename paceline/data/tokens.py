@@ -1,7 +1,5 @@
-"""Converts prompts and texts to token ids, in the same way for sampling, supervised training and requests.
-
-Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
-"""
+"""Converts prompts and texts to token ids, in the same way for sampling, supervised training and requests. Texts are
+tokenised once. Sampled tokens are never decoded and tokenised again."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ from paceline.spec import DataSection, PolicySection
 Kwargs = Mapping[str, Any]
 """Arguments of the chat template (`data.chat_template_kwargs`)."""
 Tools = Sequence[Mapping[str, Any]] | None
-"""Definitions of tools for the chat template, or None."""
 NO_KWARGS: Kwargs = MappingProxyType({})
 
 ANCHORS = ("\n", "a", ".", "0")
@@ -139,12 +136,10 @@ def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
 def encode_prompt(
     tokenizer: Any, prompt: Any, template: str, template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> IntArray:
-    """Return [P] token ids of a prompt: messages by the chat template, text unchanged.
-
-    A prompt that ends with the assistant is continued, as by transformers' `continue_final_message`. `template` is
-    data.apply_chat_template, `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools for the
-    template. Raises InvalidInput: no template although one is needed, no tokens, or any error of tokenizer or template.
-    """
+    """Return [P] token ids of a prompt: messages by the chat template, text unchanged. A prompt that ends with the
+    assistant is continued, as by transformers' `continue_final_message`. `template` is data.apply_chat_template,
+    `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools for the template. Raises
+    InvalidInput: no template although one is needed, no tokens, or any error of tokenizer or template."""
     text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
     return np.array(_prompt_ids(tokenizer, prompt, template, text), np.int32)
 
@@ -205,12 +200,10 @@ def changed_text(tokenizer: Any, parts: Iterable[Any]) -> tuple[str, str] | None
 
 
 def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: str) -> IntArray:
-    """Return [K] tokens of a text that continues the tokens `before`.
-
-    Tokenizers may add white space at the beginning of a text (SentencePiece's dummy prefix, `add_prefix_space`), which
-    is wrong within a sequence. So the text is encoded behind the last token, if that is a mark, else behind a text
-    whose tokens the tokenizer keeps, and only the tokens after those are returned.
-    """
+    """Return [K] tokens of a text that continues the tokens `before`. Tokenizers may add white space at the beginning
+    of a text (SentencePiece's dummy prefix, `add_prefix_space`), which is wrong within a sequence. So the text is
+    encoded behind the last token, if that is a mark, else behind a text whose tokens the tokenizer keeps, and only
+    the tokens after those are returned."""
     anchors: Sequence[str] = ANCHORS
     last = None if len(before) == 0 else tokenizer.added_tokens_decoder.get(int(before[-1]))
     if last is not None:
@@ -271,8 +264,7 @@ def render_chat(
 
 
 def _by_template(tokenizer: Any, messages: Any, template_kwargs: Kwargs, options: Kwargs) -> str:
-    """Return the chat template's text for messages. Raises InvalidInput with the template's error, because templates
-    refuse conversations that their model does not know (two turns of the user in a row), and for an unread argument."""
+    """Return the template's text for messages. Raises InvalidInput with its error, or for an argument that it ignores."""
     source = str(tokenizer.chat_template)
     for name in template_kwargs:
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
@@ -310,7 +302,6 @@ def of_tools(tools: Tools) -> dict[str, Any]:
 
 
 def reads_tools(template: str) -> bool:
-    """Return whether a chat template supports tools."""
     return re.search(r"\btools\b", template) is not None
 
 
@@ -345,12 +336,10 @@ def encode_exchange(
     stops: frozenset[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Return ([P], [T]) token ids of a prompt and its completion. The completion ends where sampling would, at the end
-    of sequence, unless it was cut off (`ends` is false). `stops` are the tokens that end it (default: as for sampling).
-
-    A completion of messages is what the chat template adds to the prompt, and a new turn even behind the assistant's.
-    Raises InvalidInput if the template changes the prompt once an answer follows, because the trained prompt would
-    differ.
-    """
+    of sequence, unless it was cut off (`ends` is false). `stops` are the tokens that end it (default: as for
+    sampling). A completion of messages is what the chat template adds to the prompt, and a new turn even behind the
+    assistant's. Raises InvalidInput if the template changes the prompt once an answer follows, because the trained
+    prompt would differ."""
     if isinstance(completion, str):
         text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
         ids = _prompt_ids(tokenizer, prompt, template, text)
@@ -374,8 +363,7 @@ def encode_exchange(
 
 
 def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, begins: bool) -> list[int]:
-    """Return the tokens of a text after a prompt: its tokens in the whole text, if that begins with the prompt's
-    tokens."""
+    """Return the tokens of a text after a prompt: those in the whole text, if that begins with the prompt's tokens."""
     with refusals("the tokenizer", f"the completion {text!r:.60}"):
         whole = (_begun if begins else ids_of)(tokenizer, prompt + text)
     if whole[: len(prompt_ids)] == prompt_ids:
@@ -416,12 +404,10 @@ def encode_for_scoring(
     template_kwargs: Kwargs = NO_KWARGS,
     tools: Tools = None,
 ) -> IntArray:
-    """Return [T] token ids of a whole text that a reward model scores at its last token.
-
-    It ends with the tokenizer's end of sequence, whatever a run with that model stops at, so that trainer and scorer
-    read the same text. Trailing padding tokens are removed, as transformers does to find the last token: if the end of
-    sequence is also the padding, the score is read at the token before it.
-    """
+    """Return [T] token ids of a whole text that a reward model scores at its last token. It ends with the tokenizer's
+    end of sequence, whatever a run with that model stops at, so that trainer and scorer read the same text. Trailing
+    padding tokens are removed, as transformers does to find the last token: if the end of sequence is also the
+    padding, the score is read at the token before it."""
     stops = frozenset({end_id(tokenizer)})
     ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template, template_kwargs, tools, stops=stops))
     kept = (ids != padding_token_id(tokenizer)).nonzero()[0]

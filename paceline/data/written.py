@@ -1,7 +1,5 @@
-"""Parses numbers as files write them, and decides whether a text is the value of a column. Pure.
-
-Promise: a number is recognised without loss, so nothing that was read as a number is compared in another form.
-"""
+"""Parses numbers as files write them, and decides whether a text is the value of a column. Pure. Promise: a number is
+recognised without loss, so nothing that was read as a number is compared in another form."""
 
 from __future__ import annotations
 

@@ -185,8 +185,7 @@ def decrypting(source: IO[bytes], key: StorageKey | None, name: str) -> IO[bytes
 
 def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
     """Return a reader of the plaintext of a file that may be encrypted: `source` from its beginning, or a reader that
-    decrypts it with this process' key. Raises WrongKey, and InvalidInput for an unreadable key, after closing
-    `source`."""
+    decrypts it with this process's key. Closes `source` and raises WrongKey; InvalidInput for an unreadable key."""
     try:
         source.seek(0)
         start = source.read(len(MAGIC))

@@ -1,8 +1,6 @@
-"""The key that encrypts a deployment's files: 32 random bytes, given as 64 hexadecimal digits.
-
-Every use derives a separate key with HKDF-SHA-256 (RFC 5869), so that the given key encrypts nothing directly. The
-key's name distinguishes keys without revealing their bytes.
-"""
+"""The key that encrypts a deployment's files: 32 random bytes, given as 64 hexadecimal digits. Every use derives a
+separate key with HKDF-SHA-256 (RFC 5869), so that the given key encrypts nothing directly. The key's name
+distinguishes keys without revealing their bytes."""
 
 from __future__ import annotations
 

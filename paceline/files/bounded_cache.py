@@ -3,9 +3,7 @@
 Each entry is a folder with two locks beside it. A process that uses the folder holds the first lock shared, so that it
 is not removed; the process that fills it holds the second lock exclusively. Unused entries are removed, least recently
 used first. An entry is made under another name and renamed when complete, also while others still read the damaged one
-that it replaces.
-
-The spool is a folder beside the caches for files on their way to an object store. It needs no backup.
+that it replaces. The spool is a folder beside the caches for files on their way to an object store, without backup.
 
 `open_copies` copies files of an object store into a cache, one folder for each version of a set of files. Promise: a
 copy has the size that the store reports, and is verified whenever its folder is opened: by content up to HASHED_BYTES,
@@ -253,8 +251,7 @@ RECORD = ".copies.json"
 _TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 
 Entries = Mapping[str, Mapping[str, Any]]
-"""Maps the name of a copy to a description of its file, as from the store's `ls` or `info`: `name`, `size` and a tag or
-time."""
+"""Maps the name of a copy to its file's description, as from the store's `ls`: `name`, `size` and a tag or time."""
 
 
 def open_copies(
@@ -290,8 +287,7 @@ def open_copies(
 
 
 def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | None) -> None:
-    """Copy a file. Raises OSError for a fault of this machine's disk, and Unreadable for a fault of the store, whose
-    errors are OSErrors too."""
+    """Copy a file. Raises OSError for a fault of this machine's disk, and Unreadable for a fault of the store."""
     try:
         if key is None:
             store.get_file(path, str(copy))

@@ -91,7 +91,6 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """Name of the folder, without the folders above."""
         return str(posixpath.basename(self._path))
 
     def exists(self, name: str = "") -> bool:

@@ -1,8 +1,6 @@
-"""Reads use, memory, power, slowdowns and errors of this process's GPUs from NVML, for its heartbeats.
-
-A thread queries NVML every five seconds, because a call can hang if a GPU has left the bus; heartbeats do not wait.
-Without the package nvidia-ml-py, a driver or GPUs there are no gauges. A gauge that a GPU lacks is left out.
-"""
+"""Reads use, memory, power, slowdowns and errors of this process's GPUs from NVML, for its heartbeats. A thread queries
+NVML every five seconds, because a call can hang if a GPU has left the bus; heartbeats do not wait. Without the
+package nvidia-ml-py, a driver or GPUs there are no gauges. A gauge that a GPU lacks is left out."""
 
 from __future__ import annotations
 
@@ -20,14 +18,12 @@ STALE_S = 30.0
 """Age in seconds from which the newest reading counts as stale."""
 XID_WAIT_MS = 1
 ENERGY = "gpu_energy_j/"
-"""Prefix of the gauges with the energy, in joules, that a GPU has used since its driver was loaded. The rest of a
-gauge's name is from the GPU's UUID, so that a GPU of several processes counts once."""
+"""Prefix of gauges of the joules that a GPU used since its driver was loaded; its UUID follows, to count it once."""
 XID = "gpu_xid"
 """Gauge with the code of the newest Xid error. Codes cannot be summed over members."""
 ID_LENGTH = 12
 SLOWDOWNS = ("SwThermalSlowdown", "HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-"""NVML's reasons for lower clocks that show faulty cooling or power supply. The reason of a power cap is left out,
-because a power cap is usual under full load."""
+"""NVML's reasons for lower clocks that show faulty cooling or power; a power cap is left out, as usual under load."""
 log = logging.getLogger(__name__)
 
 
@@ -187,4 +183,3 @@ def _text(value: Any) -> str:
 
 
 SAMPLER = GpuSampler(open_reader)
-"""Sampler of this process's GPUs."""

@@ -1,11 +1,8 @@
-"""Locks memory pages so that a GPU copies them at the speed of its bus.
-
-Promise: a range is locked once, however often it is requested. If the driver refuses, copies still work, only slower,
-and the log says so once. The caller owns the memory and unlocks before it is unmapped.
-
-Each lock runs on a short-lived thread. CUDA keeps a refusal as the last error of the calling thread, the next kernel
-that torch launches there would raise it, and torch has no call that clears it.
-"""
+"""Locks memory pages so that a GPU copies them at the speed of its bus. Promise: a range is locked once, however often
+it is requested. If the driver refuses, copies still work, only slower, and the log says so once. The caller owns the
+memory and unlocks before it is unmapped. Each lock runs on a short-lived thread. CUDA keeps a refusal as the last
+error of the calling thread, the next kernel that torch launches there would raise it, and torch has no call that
+clears it."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ class PageLocks:
         return sum(end - start for start, end in self._locked)
 
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Lock the pages of the address ranges [start, end) that are not locked yet, because CUDA refuses to lock one
-        twice."""
+        """Lock the pages of the ranges [start, end) that are not locked yet; CUDA refuses to lock a page twice."""
         unlocked = without(merged(ranges), sorted(self._locked))
         if not unlocked or self._refused:
             return

@@ -1,9 +1,7 @@
 """Memory and cores: the memory that this process holds and may still allocate (the host's, or less in its container),
-glibc's handling of freed memory, and the compute threads of processes that share the cores.
-
-Linux grants more memory than there is and kills the process that then uses it, so code that is about to allocate much
-calls this module first.
-"""
+glibc's handling of freed memory, and the compute threads of processes that share the cores. Linux grants more memory
+than there is and kills the process that then uses it, so code that is about to allocate much calls this module
+first."""
 
 from __future__ import annotations
 
@@ -90,11 +88,9 @@ def _set(mmap_bytes: int, trim_bytes: int) -> None:
 
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-"""Environment variable for PyTorch's number of compute threads."""
 
 
 def usable_cores() -> int:
-    """Return the cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -104,6 +100,5 @@ def threads_beside(processes: int, cores: int | None = None) -> int:
 
 
 def thread_variables(processes: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that gives each of `processes` its share of the cores; empty if `environment` already sets
-    it. Without it, PyTorch in each process uses every core."""
+    """Return the variable that gives each of `processes` its share of the cores; empty if `environment` has it."""
     return {} if THREADS_VARIABLE in environment else {THREADS_VARIABLE: str(threads_beside(processes))}

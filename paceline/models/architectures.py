@@ -1,9 +1,6 @@
-"""Decides from a model's config whether its architecture can be trained.
-
-Promise: an architecture that would compute wrong numbers without an error is refused by name, when a run is submitted
-or its model is loaded. The check reads config.json alone, without transformers or weights; docs/use/models.md lists the
-architectures that work.
-"""
+"""Decides from a model's config whether its architecture can be trained. Promise: an architecture that would compute
+wrong numbers without an error is refused by name, when a run is submitted or its model is loaded. The check reads
+config.json alone, without transformers or weights; docs/use/models.md lists the architectures that work."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
 def check_architecture(config: Mapping[str, Any], field_and_name: str) -> None:
-    """Raise InvalidInput, with the reason, for an architecture that the learner cannot train.
-
-    `config` is the content of config.json or a config's `to_dict()`; `field_and_name` begins the message.
-    """
+    """Raise InvalidInput, with the reason, for an architecture that the learner cannot train. `config` is the content
+    of config.json or a config's `to_dict()`; `field_and_name` begins the message."""
     reason = _refusal(config)
     if reason:
         kind = config.get("model_type")

@@ -1,9 +1,7 @@
-"""Reads and writes the two files of an evaluation (the result with its digests, and the samples, one a line), and checks
-that results and verdicts belong to a model.
-
-Promise: a result holds the digests of its samples and of itself, and a document that was changed later is refused by
-name. An evaluation counts only for the model files that it measured, a verdict only with its evaluation.
-"""
+"""Reads and writes the two files of an evaluation (the result with its digests, and the samples, one a line), and
+checks that results and verdicts belong to a model. Promise: a result holds the digests of its samples and of itself,
+and a document that was changed later is refused by name. An evaluation counts only for the model files that it
+measured, a verdict only with its evaluation."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The one place that decides, for every role, whether files hold the weights of the model that their config describes.
-
-Promise: a model is returned only if each of its weights comes from the files: no tensor is missing, unused, of another
-shape, NaN, or stored in a type that has a meaning only with the scales of a quantization. Only this module calls
-`from_pretrained`, because transformers initializes a missing tensor at random and continues.
-"""
+Promise: a model is returned only if each of its weights comes from the files: no tensor is missing, unused, of
+another shape, NaN, or stored in a type that has a meaning only with the scales of a quantization. Only this module
+calls `from_pretrained`, because transformers initializes a missing tensor at random and continues."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ SCORE = "score.weight"
 NAMES_SHOWN = 3
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 UNUSED = re.compile(r"(^|\.)((mtp|mtp_layers|v_head)\.|attn\.masked_bias$|rotary_emb\.(cos|sin)_cached$)")
-"""Tensors that no forward pass of Paceline needs: layers for speculative decoding, a policy's value head, and constants
-stored by older checkpoints."""
+"""Tensors that Paceline never reads: speculative decoding, a policy's value head, constants of older checkpoints."""
 LM_HEADS = ("lm_head.", "embed_out.")
 
 
@@ -37,10 +34,8 @@ def load_pretrained(
     kind: Any, name: str, field: str, *, dtype: torch.dtype, source: str | None = None, **options: Any
 ) -> Any:
     """Return the model `name`, loaded by transformers' auto class `kind` in `dtype` on the CPU. `field` is the spec's
-    key, for messages; `source` is the folder of its weights, if the caller has it.
-
-    Raises InvalidInput if the files are not the weights of this model, and any error of transformers.
-    """
+    key, for messages; `source` is the folder of its weights, if the caller has it. Raises InvalidInput if the files
+    are not the weights of this model, and any error of transformers."""
     what = f"{field} {name!r}"
     source = source or model_source(name, field, weights=True)
     is_quantized = check_model(kind, source, field, what, **options)
@@ -55,10 +50,8 @@ def load_pretrained(
 
 def check_model(kind: Any, source: str, field: str, what: str = "", **options: Any) -> bool:
     """Raise InvalidInput unless the folder `source` has the weights of the model in its config, judged by the headers
-    of its files; return whether they are quantized, in which case only transformers can judge.
-
-    `kind` is an auto class, or a class of transformers. Raises Unreadable for missing files.
-    """
+    of its files; return whether they are quantized, in which case only transformers can judge. `kind` is an auto
+    class, or a class of transformers. Raises Unreadable for missing files."""
     from transformers import AutoConfig
 
     what = what or f"{field} {source!r}"
@@ -83,11 +76,9 @@ def skeleton(kind: Any, config: Any, **options: Any) -> Any:
 
 
 def check_weights(model: Any, files: WeightFiles, what: str, *, begins: bool = False) -> None:
-    """Raise InvalidInput unless `files` are the weights of `model`, a `skeleton`, which is not changed.
-
-    With `begins` the model is a reward model that starts from a language model: its head may be missing, and the LM
-    head is ignored. Refused files are closed.
-    """
+    """Raise InvalidInput unless `files` are the weights of `model`, a `skeleton`, which is not changed. With `begins`
+    the model is a reward model that starts from a language model: its head may be missing, and the LM head is
+    ignored. Refused files are closed."""
     with contextlib.ExitStack() as refused:
         refused.push(files)
         _check_weights(model, files, what, begins)
@@ -121,8 +112,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every element is finite. The sum decides at the speed of memory; elements are checked only if it
-    is not finite."""
+    """Return whether every element is finite. For speed, elements are checked only if their sum is not finite."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -189,8 +179,7 @@ def _without_progress() -> Iterator[None]:
 
 
 def _compared(model: Any, tensors: Mapping[str, StoredTensor], place: str, what: str) -> tuple[set[str], set[str]]:
-    """Return the model's tensors that the files lack, and the files' tensors that the model lacks. Raise InvalidInput
-    for wrong shapes."""
+    """Return the tensors that the files lack and those that the model lacks. Raises InvalidInput for wrong shapes."""
     tied = tied_names(model)
     filled = copy.deepcopy(model)
     with _without_progress():
@@ -244,8 +233,7 @@ def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unex
 
 
 def _wrapper(lacking: list[str], extra: list[str]) -> str | None:
-    """Return the prefix of a wrapper in the names of unexpected tensors, if a name without it is that of a missing
-    tensor."""
+    """Return a wrapper's prefix in the unexpected names, if a name without this prefix is that of a missing tensor."""
     prefixes = (name.removesuffix(missing) for missing in lacking[-1:] for name in extra if name.endswith(missing))
     return next((prefix for prefix in prefixes if prefix.endswith(".")), None)
 

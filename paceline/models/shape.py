@@ -81,8 +81,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def read_shape(model_name: str) -> ModelShape | None:
-    """Return the sizes of a model in a local folder or this machine's hub cache; None if there is none, or its
-    config.json has unusual keys."""
+    """Return a model's sizes from a local folder or this machine's hub cache; None without a readable config.json."""
     config = read_config(model_name)
     return None if config is None else shape_of(config)
 
@@ -112,7 +111,7 @@ def _cached_config(model_name: str) -> Path | None:
 STATE_BYTES = 16
 """Bytes of a parameter with its gradient and moments, all in float32."""
 HOST_SHARE = 0.7
-"""`auto` makes replicas only if the state fills at most this share of a host's GPU memory; the rest is for activations.
+"""`auto` makes replicas only if the state fills at most this share of a host's GPU memory; activations need the rest.
 """
 
 
@@ -125,10 +124,8 @@ class MeshShape(NamedTuple):
 
 def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Callable[[], bool]) -> MeshShape:
     """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks. If there are several
-    hosts and `fits_host` says that the model fits on one, each host gets a replica instead.
-
-    Raises InvalidInput if the sizes do not match the number of ranks.
-    """
+    hosts and `fits_host` says that the model fits on one, each host gets a replica instead. Raises InvalidInput if
+    the sizes do not match the number of ranks."""
     replicate, shard = parallel.replicate, parallel.shard
     if replicate == "auto" and shard == "auto":
         replicate = hosts if hosts > 1 and ranks % hosts == 0 and fits_host() else 1
@@ -169,14 +166,8 @@ def training_flops(
     """Return the FLOPs of one forward and backward pass, as for the model FLOPs utilisation of PaLM (Chowdhery et al.
     2022, arXiv 2204.02311, appendix B): per weight and token 2 forward and 4 backward (2 with LoRA), and the
     products of causal attention. Recomputed activations and frozen policies do not count, so they lower the
-    utilisation.
-
-    Args:
-        shape: the model.
-        runs: (count, length) of the sequences, as in a packed row.
-        predicted: tokens whose logits are computed.
-        frozen_base: the gradients of the model's own weights are not computed (LoRA).
-    """
+    utilisation. `runs` are (count, length) of the sequences, as in a packed row; `predicted` counts tokens whose
+    logits are computed; `frozen_base` (LoRA): the model's own weights have no gradients."""
     layer = 2 * shape.hidden * (shape.attention + shape.key_value) + 3 * shape.hidden * shape.mlp
     passes = 4 if frozen_base else 6
     total = 0.0

@@ -1,8 +1,6 @@
-"""Reads a model's safetensors files from a local disk or an fsspec URL; each rank reads only its rows.
-
-Promise: a header is trusted only if it matches the size of its file, so a damaged or truncated file raises an error
-that names it. A slice costs host memory only for its bytes, because files are read by ranges and never mapped.
-"""
+"""Reads a model's safetensors files from a local disk or an fsspec URL; each rank reads only its rows. Promise: a
+header is trusted only if it matches the size of its file, so a damaged or truncated file raises an error that names
+it. A slice costs host memory only for its bytes, because files are read by ranges and never mapped."""
 
 from __future__ import annotations
 
@@ -41,7 +39,6 @@ DTYPES = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type for a type name in the files."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[name])
@@ -93,11 +90,9 @@ class WeightFiles:
 
 
 def find_weight_files(name: str, source: str, field: str) -> WeightFiles:
-    """Return the safetensors of the model `name`, whose other files are at `source`.
-
-    A hub model's files are fetched into the hub's cache. Raises as `WeightFiles`; InvalidInput for pickled weights, or
-    if a single file and an index both exist; Unreadable if there are no weights.
-    """
+    """Return the safetensors of the model `name`, whose other files are at `source`. A hub model's files are fetched
+    into the hub's cache. Raises as `WeightFiles`; InvalidInput for pickled weights, or if a single file and an index
+    both exist; Unreadable if there are no weights."""
     what = f"{field} {name!r}"
     index = Path(_located(source, INDEX) or "")
     files = _files_of_index(index, what) if index.is_file() else {}
@@ -301,7 +296,6 @@ def _located(source: str, file: str) -> str | None:
 
 
 def model_files(name: str, field: str) -> tuple[str, WeightFiles]:
-    """Return `from_pretrained`'s argument for the config, and the weights. Raises Unreadable, InvalidInput as
-    `model_source` and `WeightFiles` do."""
+    """Return `from_pretrained`'s argument for the config, and the weights. Raises as `model_source` and `WeightFiles`."""
     source = model_source(name, field)
     return source, find_weight_files(name, source, field)

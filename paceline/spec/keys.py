@@ -31,8 +31,6 @@ _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the spec."""
-
     path: str
     """Dotted name from the top."""
     field: FieldInfo

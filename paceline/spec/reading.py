@@ -40,15 +40,12 @@ MODEL_FIELDS = (
 """Fields that name a model or a tokenizer: a folder, an fsspec URL, a name on the hub, or `run:ID`."""
 PATH_FIELDS = (*MODEL_FIELDS, ("data", "train"), ("data", "validation"), ("checkpointing", "checkpoint_dir"))
 OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
-"""Fields that name a folder which a run makes. Their paths are relative to the directory in which the spec is loaded.
-"""
+"""Fields with a folder that a run makes; the path is relative to the directory in which the spec is loaded."""
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
-    """Return the spec in YAML file `path` with `overrides` ("section.key=value") applied.
-
-    Raises SpecError for a missing file, invalid YAML, an unknown key (with the nearest), a wrong type, a contradiction.
-    """
+    """Return the spec in YAML file `path` with `overrides` ("section.key=value") applied. Raises SpecError for a
+    missing file, invalid YAML, an unknown key (with the nearest), a wrong type, a contradiction."""
     tree = read_tree(path)
     for override in overrides:
         apply_override(tree, override)
@@ -353,8 +350,7 @@ def _walk(above: str, value: Any, levels: int = 8) -> Iterator[str]:
 
 
 def code_paths(spec: RunSpec) -> dict[str, str]:
-    """Return a mapping from each field of a spec that names code to the field's `file:name`. Built-in functions have no
-    file."""
+    """Return a mapping from each field that names code to the field's `file:name`. Built-in functions have no file."""
     named = {f"rewards.{index}.function": reward.function for index, reward in enumerate(spec.rewards)}
     environment = spec.environment
     for name, each in environment.classes.items():

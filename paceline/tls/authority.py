@@ -86,8 +86,7 @@ def renew(folder: Path, name: str, days: float | None = None) -> Path:
 
 
 def issued(folder: Path) -> Iterator[tuple[str, Certificate]]:
-    """Yield each name in an authority's folder with its certificate, in the order of the names. Raises InvalidInput for
-    an unreadable certificate."""
+    """Yield each certificate in an authority's folder with its name, sorted. Raises InvalidInput if it is unreadable."""
     for path in sorted(folder.glob(f"*/{CERTIFICATE}")):
         yield path.parent.name, read_certificate(path.read_bytes())
 

@@ -115,8 +115,7 @@ def tls_folder(path: str | os.PathLike[str] | None = None) -> TlsFolder | None:
 
 
 class ResetSafeSocket(ssl.SSLSocket):
-    """`SSLContext.sslsocket_class` that closes itself: `wrap_socket` leaves it open if the peer has reset the
-    connection."""
+    """`SSLContext.sslsocket_class` that closes itself, which `wrap_socket` omits if the peer has reset the connection."""
 
     def __del__(self) -> None:
         self.close()

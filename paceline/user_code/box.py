@@ -52,8 +52,7 @@ class Box:
     shown: tuple[str, ...] = ()
     """Folders within hidden ones that the process may read."""
     kept: tuple[str, ...] = ()
-    """Folders that the process may read but not change, except for hidden files in them. They take effect only with
-    hidden files."""
+    """Folders to read but not to change, except for hidden files in them. They take effect only with hidden files."""
 
     @classmethod
     def read(cls, text: str) -> Box:
@@ -114,12 +113,10 @@ class Box:
 
 
 _entered = Box()
-"""The box of this process."""
 
 
 def why_refused(error: BaseException, box: Box | None = None) -> str:
-    """Return `; ` and the box's sentence if `box` (None: the box of this process) may have caused an error of user
-    code, else an empty text."""
+    """Return `; ` and the sentence of `box` (None: this process's) if the box may have caused an error, else nothing."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

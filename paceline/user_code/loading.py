@@ -1,8 +1,6 @@
-"""Loads the function or class in a user's file that a spec names as `path/to/file.py:name`.
-
-A file is loaded under a module name made from its path, so a user's `learner.py` shadows no module of this project, and
-two files of one name do not collide.
-"""
+"""Loads the function or class in a user's file that a spec names as `path/to/file.py:name`. A file is loaded under a
+module name made from its path, so a user's `learner.py` shadows no module of this project, and two files of one name
+do not collide."""
 
 from __future__ import annotations
 
@@ -63,9 +61,8 @@ def _module(path: Path) -> ModuleType:
 
 
 class NeighbourFinder(PathFinder):
-    """Finds the files beside a user's file for its imports. It comes after every other finder, so that these files
-    shadow nothing. A folder at the end of `sys.path` would shadow packages in editable mode, which are found after
-    that."""
+    """Finds the files beside a user's file for its imports, after every other finder, so that they shadow nothing. A
+    folder at the end of `sys.path` would shadow packages in editable mode, which are found after it."""
 
     folders: ClassVar[list[str]] = []
 

@@ -121,8 +121,7 @@ class UserProcess(_Child):
     """One child process that runs `main` of a module, for one caller at a time."""
 
     def __init__(self, module: str, load_frame: bytes, start_timeout_s: float, surroundings: Surroundings) -> None:
-        """Set the module and its first frame; `start` starts the process. `start_timeout_s` limits the start with its
-        imports."""
+        """Take the module and its first frame for `start`; `start_timeout_s` limits the start with its imports."""
         super().__init__(module, surroundings)
         self._load_frame = load_frame
         self._start_timeout_s = start_timeout_s
@@ -211,8 +210,7 @@ class SharedProcess(_Child):
     """One child process that runs `main` of a module, for several callers."""
 
     def __init__(self, module: str, load: dict[str, Any], surroundings: Surroundings | None) -> None:
-        """Set the module and its first message; `start` starts the process. `surroundings` is None for code of this
-        project."""
+        """Take the module and its first message for `start`; `surroundings` is None for code of this project."""
         super().__init__(module, surroundings)
         self._load = encode(load)
         self._reading: asyncio.Task[None] | None = None
@@ -224,7 +222,6 @@ class SharedProcess(_Child):
 
     @property
     def usable(self) -> bool:
-        """Return whether the process is started and has not ended as far as is known."""
         return self._writer is not None
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
@@ -285,7 +282,6 @@ class SharedProcess(_Child):
             self._writer.write(encode({"id": self.last_id, **message}))
 
     async def close(self) -> None:
-        """Kill the process, and wait for its end."""
         self.kill()
         reading, self._reading = self._reading, None
         if reading is not None:

@@ -140,8 +140,6 @@ def isolation_is_required() -> bool:
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of one process of user code."""
-
     environment: dict[str, str]
     box: Box
     temporary: TemporaryFolder | None = None
@@ -155,8 +153,6 @@ class ProcessSettings:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of one run's user code."""
-
     code: tuple[str, ...] = ()
     """Paths of the user code's files; the code may read their bundle."""
     variables: tuple[str, ...] = ()

@@ -1,8 +1,6 @@
 """Filters rows by prompt (`data.preparation`): length, overlap of word n-grams with evaluation sets, earlier pass rate.
-
 A filter returns the reason for leaving a row out, or an empty text. Promise: a text that occurs in an evaluation set
-word by word has the overlap 1, whatever its case and punctuation.
-"""
+word by word has the overlap 1, whatever its case and punctuation."""
 
 from __future__ import annotations
 
@@ -88,8 +86,7 @@ def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter
 
 
 def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
-    """Leave out prompts that share at least `share` of their n-grams with an evaluation set. `indexes` maps the name of
-    an evaluation set to its index."""
+    """Leave out prompts that share at least `share` of their n-grams with one of the named evaluation sets."""
 
     def check(prompt: Any, row: Row) -> str:
         text = text_of(prompt)
@@ -112,8 +109,8 @@ def by_pass_rate(rates: Mapping[bytes, float], low: float, high: float) -> Filte
 
 
 def pass_rates(attempts: Iterable[tuple[Any, Iterable[float]]], passed_at: float) -> dict[bytes, float]:
-    """Return, for each prompt (its `key_of`), the share of its completions whose reward is at least `passed_at`, over
-    all attempts of all runs."""
+    """Return, by the `key_of` each prompt, the share of its completions in all runs with a reward of `passed_at` or
+    more."""
     counts: dict[bytes, tuple[int, int]] = {}
     for prompt, rewards in attempts:
         known = [reward for reward in rewards if reward == reward]  # NaN: nothing scored it
@@ -128,8 +125,7 @@ def key_of(prompt: Any) -> bytes:
 
 
 STEMS = ("test", "eval", "validation", "valid", "dev")
-"""Stems of file names: a file beside the training data counts as an evaluation set if its name has one of these stems.
-"""
+"""Stems of file names: a file beside the training data with such a stem counts as an evaluation set."""
 
 
 def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:

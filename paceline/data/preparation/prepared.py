@@ -1,9 +1,7 @@
-"""Prepares the data of a spec (`data.preparation`) into files in a folder of this machine.
-
-Promise: the user's function (`f(row) -> row, list of rows, or None`) runs in a process of the machine that submits the
-spec. It gets rows in their order, a fault names the row, and a call that hangs ends at its time limit. Every row that
-is left out is counted with its reason.
-"""
+"""Prepares the data of a spec (`data.preparation`) into files in a folder of this machine. Promise: the user's function
+(`f(row) -> row, list of rows, or None`) runs in a process of the machine that submits the spec. It gets rows in
+their order, a fault names the row, and a call that hangs ends at its time limit. Every row that is left out is
+counted with its reason."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class PreparedSet:
     paths: list[Path] = field(default_factory=list)
     """One file for each entry of a list of data sets, in its order."""
     rows: int = 0
-    """Number of remaining rows."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """For each reason, the number of rows that were left out for it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,6 @@ class Prepared:
 
     sets: dict[str, PreparedSet]
     report: Path | None = None
-    """File with the text of `lines`."""
 
     @property
     def files(self) -> dict[str, list[Path]]:
@@ -83,11 +78,9 @@ class Prepared:
 @contextmanager
 def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
     """Prepare the data of a spec in a folder that exists while the context is open. Without data.preparation no data
-    are read.
-
-    Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with; DataError for a
-    function that fails, a row that the algorithm cannot read, or a data set without remaining rows; Unreadable.
-    """
+    are read. Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with;
+    DataError for a function that fails, a row that the algorithm cannot read, or a data set without remaining rows;
+    Unreadable."""
     section = spec.data.preparation
     with tempfile.TemporaryDirectory(prefix="paceline-prepared-") as folder:
         sets: dict[str, PreparedSet] = {}

@@ -1,8 +1,6 @@
-"""The dictionary of other libraries' names, and its lookup by the name that a user typed.
-
-`trl.yaml`, `nemo_rl.yaml`, `verl.yaml` and `prime_rl.yaml` have one entry for each name, at its path in the library,
-`common.yaml` has words of several libraries, and `values.yaml` values by our key. A test checks every key in them.
-"""
+"""The dictionary of other libraries' names, and its lookup by the name that a user typed. `trl.yaml`, `nemo_rl.yaml`,
+`verl.yaml` and `prime_rl.yaml` have one entry for each name, at its path in the library, `common.yaml` has words of
+several libraries, and `values.yaml` values by our key. A test checks every key in them."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ Rule = Literal["", "computed", "by_hand"]
 TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
 """Tables by precedence: NeMo RL first, because its sections are named like ours."""
 MIN_SUFFIX = 5
-"""The last parts of a name, such as `rollout.n`, identify it only if they have at least this many characters; shorter
-ones are ambiguous."""
+"""Smallest number of characters in the last parts of a name (`rollout.n`) that identify the name."""
 
 
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
@@ -35,8 +32,6 @@ RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
 
 @dataclass(frozen=True)
 class ForeignName:
-    """One entry of the dictionary."""
-
     library: str
     """Library's display name, `NeMo RL`; empty for a common word."""
     name: str
@@ -75,8 +70,7 @@ def values() -> dict[str, dict[Any, Any]]:
 
 @cache
 def shown_names() -> dict[str, dict[str, str]]:
-    """Return, for each of our keys, a mapping from the library (NeMo RL or TRL) to the key's name in it; no entry if a
-    library has no such name."""
+    """Return, for each of our keys, the key's name in each library (NeMo RL or TRL) that has such a name."""
     tree: dict[str, list[str | None]] = _read("reference.yaml")
     return {
         key: {
@@ -101,11 +95,9 @@ def key_for(key: str, algorithm: str) -> str:
 
 
 def look_up(path: str) -> ForeignName | None:
-    """Return the entry for the dotted name that was typed; None if no library has it.
-
-    The search order is: the whole name; the longest section above it that has an entry with `.*`; its last parts,
-    because people write a name below the section in which they expect it (`grpo.num_iterations`).
-    """
+    """Return the entry for the dotted name that was typed; None if no library has it. The search order is: the whole
+    name; the longest section above it that has an entry with `.*`; its last parts, because people write a name below
+    the section in which they expect it (`grpo.num_iterations`)."""
     for library in TABLES:
         if path in table(library):
             return table(library)[path]

@@ -1,7 +1,5 @@
 """Sections of the algorithms, and `async_grpo`: groups or examples, number of steps, evaluation, and the reference.
-
-Properties of an algorithm are declared in its section, so that no other module depends on its name.
-"""
+Properties of an algorithm are declared in its section, so that no other module depends on its name."""
 
 from __future__ import annotations
 
@@ -97,8 +95,7 @@ class GrpoSection(AlgorithmSection):
     advantage_clip_high: float | None = None
     """Advantages above this are lowered to it."""
     overlong_filtering: bool = False
-    """If true, a completion that was cut off at its token limit trains nothing, but its reward stays in the group's
-    baseline."""
+    """If true, a completion cut off at its token limit trains nothing, but its reward stays in the group's baseline."""
     use_dynamic_sampling: bool = False
     """Drop groups in which no completion has an advantage, as with equal rewards, and admit others instead."""
     max_generation_batches: PositiveInt = 10

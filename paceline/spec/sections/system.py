@@ -27,8 +27,7 @@ class Rule(NamedTuple):
     value: float
     steps: int = 1
     of_change: bool = False
-    """True if the rule compares the metric's difference to the step before, for metrics that count from the run's
-    start."""
+    """True if the rule compares the change since the step before, for metrics that count from the run's start."""
 
     def __str__(self) -> str:
         steps = f" for {self.steps} steps" if self.steps > 1 else ""
@@ -132,8 +131,7 @@ class WeightsSection(Section):
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
-    """A member of a transfer is expelled if for this many seconds it neither receives bytes nor reports that it is
-    loading."""
+    """Expel a member of a transfer that for this many seconds neither receives bytes nor reports that it is loading."""
     allow_plaintext_network: bool = False
     """Allow unencrypted weights between hosts with certificates (`--tls-dir`): for a learner on several hosts, or an
     object store without TLS. Relays always use TLS."""
@@ -260,8 +258,7 @@ class ClusterSection(Section):
     reward_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the reward workers, split evenly over them; empty: CPU."""
     gpu_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of a run on GPUs elsewhere; unset: the planning host's.
-    """
+    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of GPUs elsewhere; unset: the planning host's."""
     threads_per_process: PositiveInt = 1
     """Compute threads of each process on a CPU. With a GPU: the share of the host's cores if that is more."""
 
