@@ -34,8 +34,8 @@ def weights_at(functions: Sequence[RewardFunctionSection], step: int) -> list[fl
 
 
 def closed_gates(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> npt.NDArray[np.bool_]:
-    """Return [C, F] booleans: true if a function is a gate that is closed for a completion, because the completion's
-    reward is below `gate_min`. A gate that returned None is open."""
+    """Return [C, F] booleans, true for a closed gate: the function's `gate_min` is above the completion's reward. A
+    reward of None closes no gate."""
     minima_F = np.array([-np.inf if f.gate_min is None else f.gate_min for f in functions])
     # compared in the precision of the rewards: 0.7 as float32 is below 0.7 as float64
     return np.asarray(np.nan_to_num(rewards_CF, nan=np.inf).astype(np.float32) < minima_F.astype(np.float32))
@@ -61,8 +61,7 @@ def weighted_rewards(rewards_CF: Rewards, weights_F: Rewards | list[float]) -> F
 
 
 def totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> Float64Array:
-    """Return [C] the gated, weighted sum of each completion's rewards at a step. A sum is NaN if every function
-    returned None, and infinite if it is too large for float32."""
+    """Return [C] each completion's gated, weighted sum of rewards: NaN if all are None, infinite beyond float32."""
     sums_C = weighted_rewards(gated(rewards_CF, functions), weights_at(functions, step))
     sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf
     return sums_C
@@ -115,9 +114,8 @@ class Episode(NamedTuple):
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
-    """Return whether a group has anything to train on: False only if all advantages, as the learner computes them, are
-    0. `rewards_CF` is [C, F], NaN where a function returned None; `turns` has the [K] rewards of each sample's turns
-    if `environment.advantage` is per turn, else None."""
+    """Return whether any advantage of a group, as the learner computes it, is not 0. `rewards_CF` is [C, F], NaN where
+    a function returned None; `turns` has the [K] rewards of each sample's turns if advantages are per turn."""
     totals_C = group_totals(rewards_CF, spec.rewards, step)
     turns = turns or []
     if not spec.rewards_decide_advantages:

@@ -29,9 +29,8 @@ Buffer = bytes | memoryview
 
 
 def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
-    """Return a safetensors blob's arrays as read-only views into `payload`, without a copy. Layout
-    (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, arrays without gaps, in any
-    order."""
+    """Return a safetensors blob's arrays as read-only views into `payload`, without a copy. Layout: header size in 8
+    bytes little endian, JSON header, arrays without gaps in any order (huggingface.co/docs/safetensors)."""
     header_bytes = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
         raise _no_safetensors(payload, f"the header does not fit the frame, or exceeds {MAX_TENSOR_HEADER_BYTES} bytes")

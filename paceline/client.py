@@ -100,9 +100,8 @@ class Client(Connection):
     ):
         """Raises InvalidInput for a malformed address. `timeout_s` limits each attempt of a call. `wait_s` is the time
         to retry a call while the coordinator is away; `reconnect_s` is the time to retry in `watch` and `wait` after
-        the coordinator went away. `token_file` holds the coordinator's token; the default is that of
-        `paceline.calls.token`. `tls_dir` has certificates (`paceline.tls.folder`); the default is the folder that
-        the environment names."""
+        the coordinator went away. `token_file` holds the coordinator's token (default: `paceline.calls.token`).
+        `tls_dir` has certificates (`paceline.tls.folder`); the environment names its default."""
         from paceline.v1 import run_pb2_grpc, status_pb2_grpc
 
         super().__init__(address, timeout_s, wait_s, token_file, tls_dir)
@@ -229,9 +228,8 @@ class Client(Connection):
         return self._send_bundle(bundle) if bundle is not None else ""
 
     def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:
-        """Order a checkpoint of the training run and return the checkpoint's folder once it is complete. If the newest
-        step has a checkpoint, return its folder at once. Raises NotFound; Conflict if no learner has the run;
-        Unavailable after `timeout_s`."""
+        """Order a checkpoint of the training run and return the checkpoint's folder once complete, at once if the
+        newest step has one. Raises NotFound; Conflict if no learner has the run; Unavailable after `timeout_s`."""
         from paceline.v1.run_pb2 import RunServiceCheckpointRequest
 
         request = RunServiceCheckpointRequest(run_id=run_id)
@@ -336,8 +334,8 @@ class Client(Connection):
         return self.records.samples(run_id, step, limit=limit, **filters)
 
     def groups(self, run_id: str, step: int) -> list[dict[str, Any]]:
-        """Return the groups trained in a step: prompt, columns, and text, tokens, versions and rewards of each
-        completion. Raises NotFound."""
+        """Return the groups trained in a step: prompt, columns, and for each completion text, tokens, versions and
+        rewards. Raises NotFound."""
         return list(self.records.groups(run_id, step))
 
     @property

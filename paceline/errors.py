@@ -1,5 +1,4 @@
-"""All errors that Paceline raises on purpose, and texts for exceptions of foreign code, such as a user's function, a
-chat template or a library that reads files."""
+"""All errors that Paceline raises on purpose, and texts for exceptions of foreign code, such as a user's function."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_about_input(error: BaseException) -> bool:
-    """Return whether an exception may concern the processed input: every Exception, and a panic of a Rust library,
-    which Python does not derive from it. A lack of memory concerns the machine."""
+    """Return whether an exception may concern the input: a Rust panic, and any Exception but a lack of memory."""
     if isinstance(error, MemoryError):
         return False
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"

@@ -201,8 +201,8 @@ def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ())
 
 
 def with_holder(lines: str, attempt: int, member_id: str) -> str:
-    """Return `lines` with the holder of `attempt` (from 1) added. Each attempt has one line. The line is empty if the
-    holder is unknown, or if the attempt is older than the newest MAX_HOLDERS attempts."""
+    """Return `lines` (one line for each attempt, from 1) with the holder of `attempt` added. A line is empty if the
+    holder is unknown, or the attempt is older than the newest MAX_HOLDERS."""
     earlier = lines.split("\n")[: attempt - 1] if lines else []
     earlier += [""] * (attempt - 1 - len(earlier))
     dropped = max(0, attempt - MAX_HOLDERS)

@@ -47,9 +47,8 @@ def set_up_tracing(service: str) -> None:
 
 
 def set_up_metrics(service: str, *, scraped: bool = False) -> None:
-    """Collect this process's metrics; once per process. If an OTLP endpoint is configured, they are exported every
-    OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000) and at the process's end; with `scraped` they are in the
-    registry of prometheus_client."""
+    """Collect this process's metrics, once per process. If an OTLP endpoint is configured, export them at the end and
+    every OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000). With `scraped` they are in prometheus_client's registry."""
     readers: list[MetricReader] = []
     if os.environ.get(ENDPOINT_VARIABLE):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter

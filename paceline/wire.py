@@ -128,8 +128,7 @@ def decode_completions(
 def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Return prompt tokens (of the first transcript) and completions or transcripts, from arrays with checked values.
-    Raises WireError if the arrays do not match."""
+    """Return prompt tokens (of the first transcript) and completions or transcripts. Raises WireError unless all match."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
@@ -184,7 +183,7 @@ def decode_reference(payload: Buffer) -> FloatArray:
 
 
 def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray:
-    """Return [C, F] the rewards in a header's flat list. Raises WireError if the completions do not divide them."""
+    """Return [C, F] the rewards in a header's flat list. Raises WireError unless C divides the number of rewards."""
     if num_completions == 0 or len(rewards) % num_completions:
         raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
     rewards_CF = np.array(rewards, np.float32).reshape(num_completions, -1)

@@ -1,6 +1,5 @@
 """`BundleCache`: unpacked bundles in a bounded cache of this machine. Files are verified whenever a bundle is opened,
-and a damaged bundle is fetched again. With a storage key, data files are encrypted; code stays plain, because Python
-and other programs read it."""
+and a damaged bundle is fetched again. With a storage key, data files are encrypted; code stays plain for Python."""
 
 from __future__ import annotations
 
@@ -25,14 +24,12 @@ class BundleCache:
 
     @classmethod
     def of_user(cls) -> BundleCache:
-        """Return the cache in the folder that the environment names, else in `paceline/bundles` of the user's cache.
-        Raises InvalidInput."""
+        """Return the cache at PACELINE_BUNDLE_CACHE, default ~/.cache/paceline/bundles. Raises InvalidInput."""
         return cls(KIND.of_user("bundles"))
 
     def open(self, manifest: Manifest, fetch: Fetch) -> HeldFolder:
-        """Return the files of `manifest` in a folder; `fetch` yields the content of a file if the cache lacks the
-        bundle. Raises the errors of `fetch`; Unavailable, Unreadable as `BoundedCache.open` does; Unreadable also
-        for a file with the wrong digest."""
+        """Return the files of `manifest` in a folder; `fetch` yields a file's content if the cache lacks the bundle.
+        Raises as `fetch` and `BoundedCache.open`; Unreadable also for a file with the wrong digest."""
 
         key = storage_key()
 

@@ -46,8 +46,7 @@ def imports_of(file: Path) -> Imports:
 
 
 def literal_files(file: Path) -> set[str]:
-    """Return the string literals of a Python file that name other files in its folder, because the Python file may read
-    those files when it runs."""
+    """Return the string literals of a Python file that name other files in its folder, which it may read when run."""
     return {
         node.value
         for node in ast.walk(_parsed(file))
@@ -124,7 +123,7 @@ DISTRIBUTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check_requirements(requirements: Sequence[str]) -> None:
-    """Raise Unreadable with the modules that this process cannot import. To check `a.b` imports its parent `a` alone."""
+    """Raise Unreadable with the modules that this process cannot import. A check of `a.b` imports the parent `a` alone."""
     missing = [name for name in requirements if not _is_there(name)]
     if missing:
         raise Unreadable(

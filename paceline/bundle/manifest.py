@@ -1,8 +1,7 @@
 """`Manifest`: the path, kind, size and SHA-256 of each file in a bundle. The digest of its text names the bundle. A
 manifest is untrusted, so `Manifest.read` refuses every path that could leave the folder in which it is unpacked.
-Files below the spec's folder keep their path below `folder/`; all others are at `outside/<digest of their folder>/`.
-Data are below `data/` in the same way. Paths follow from the spec alone, so a stored spec keeps the submitter's
-paths."""
+Files below the spec's folder keep their path below `folder/`, others are at `outside/<digest of their folder>/`, and
+data below `data/` likewise. Paths follow from the spec alone, so a stored spec keeps the submitter's paths."""
 
 from __future__ import annotations
 

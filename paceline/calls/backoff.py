@@ -12,8 +12,7 @@ MAX_DOUBLINGS = 30
 
 
 def pause_after(failures: int, first_s: float, longest_s: float) -> float:
-    """Return the pause in seconds after failures in a row: first `first_s`, then doubled each time, at most
-    `longest_s`."""
+    """Return the pause in seconds after failures in a row: `first_s`, then doubled each time, at most `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS), longest_s)
 
 

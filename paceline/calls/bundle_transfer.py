@@ -1,6 +1,6 @@
 """Transfers bundles over gRPC: a submitter sends files that the coordinator lacks, a worker fetches files. A broken
-transfer resumes: a submitter at the offset that the coordinator names, a worker after the last byte received. gRPC
-is imported by the first call."""
+transfer resumes at the offset that the coordinator names, or after the last byte received. The first call imports
+gRPC."""
 
 from __future__ import annotations
 

@@ -104,8 +104,7 @@ def translated(
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 BUSY_S = 5.0
-"""Shortest time in seconds to retry a call while the coordinator has no room; the coordinator's hints set each pause.
-"""
+"""Shortest time in seconds to retry a call while the coordinator has no room; the coordinator sets each pause."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -138,9 +137,8 @@ class Connection:
         return open_channel(address, self._token_file, OPTIONS, self._tls)
 
     def _call(self, call: Callable[[], T], other: str | None = None, wait_s: float | None = None) -> T:
-        """Return the call's result. The call is retried while the coordinator is away, for up to `wait_s` seconds
-        (default: the client's), and while it has no room, at the pace of its hints, for at least BUSY_S. A worker
-        (`other`) is called once."""
+        """Return the call's result. A call is retried for `wait_s` seconds (default: the client's) while the
+        coordinator is away, and for BUSY_S or longer while it has no room. A worker (`other`) is called once."""
         wait_s = self._wait_s if wait_s is None else wait_s
         deadline_s = time.monotonic() + (0.0 if other else wait_s)
         busy_until_s = max(deadline_s, time.monotonic() + (0.0 if other else BUSY_S))

@@ -76,9 +76,8 @@ def completion_text(
 
 
 def answer_of(text: str) -> str:
-    """Return the answer in the text of a completion: the text after the last `</think>`, or the whole text if there is
-    no reasoning. If reasoning begins and does not end, return the text before it, and the `<answer>…</answer>` in it
-    if there is one."""
+    """Return the text after the last `</think>`, or the whole text without reasoning. If reasoning begins and does not
+    end, return the text before it, and the `<answer>…</answer>` in it if there is one."""
     _, mark, rest = text.rpartition(END_THINK)
     answer = rest.lstrip("\n") if mark else rest
     before, opened, reasoning = answer.partition(THINK)

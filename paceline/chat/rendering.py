@@ -270,8 +270,7 @@ class ChatTemplate:
         return proofs.answer_format
 
     def opens_reasoning(self, prompt_ids: IntArray, messages: Sequence[Json] = ()) -> bool:
-        """Return whether an answer to the prompt begins within reasoning. The template may have opened the reasoning,
-        or the assistant's message that the answer continues."""
+        """Return whether an answer begins within reasoning, opened by the template or by the message that it continues."""
         if not self.answer_format.reasons:
             return False
         if messages and messages[-1]["role"] == "assistant":

@@ -90,8 +90,8 @@ def _by_prefixes(
 def _by_marks(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[list[int], list[Span]]:
-    """Return the tokens of the whole conversation, and the spans between the template's marks. A token that begins
-    before a mark belongs to the span only if its text before the mark is white space."""
+    """Return the conversation's tokens and the spans between the template's marks. A token that begins before a mark
+    belongs to the span only if its text before the mark is white space."""
     if not tokenizer.is_fast:
         raise InvalidInput(
             f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot find: it has no "

@@ -221,8 +221,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
 
 
 def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
-    """Return completions without the messages of the prompt, if all are conversations that begin with them, as in
-    HuggingFaceH4/ultrafeedback_binarized."""
+    """Return completions without the prompt's messages, if all begin with them (HuggingFaceH4/ultrafeedback_binarized)."""
     if not all(are_messages(each) and not fault_of_messages(each) for each in whole):
         return whole
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain(prompt)

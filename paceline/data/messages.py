@@ -338,9 +338,8 @@ def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Jso
 
 
 def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
-    """Return messages with the results of tools in the order of their calls. This is for a template that does not write
-    ids, so that its model knows results only by their order. Raises InvalidInput if the results are not those of the
-    calls before them."""
+    """Return messages with the results of tools in the order of their calls, for a template that writes no ids. Raises
+    InvalidInput if the results are not those of the calls before them."""
     ordered: list[Json] = []
     block: list[Json] = []
     ids: list[Any] = []
@@ -382,5 +381,5 @@ def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> boo
 
 @functools.lru_cache(maxsize=64)
 def _reads(source: str, field: str) -> bool:
-    """Return whether a template reads a field of a message; its text may have the field's name for another reason."""
+    """Return whether a template reads a field of messages, since the field's name may be in its text otherwise too."""
     return re.search(rf"(?:\.|['\"]){field}\b", source) is not None

@@ -149,8 +149,8 @@ def _order(rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: b
 
 
 class Epochs:
-    """An order with every row once in each epoch, in a separate permutation unless `shuffle` is false. `index` is the
-    row of a draw, `part` its part of the data, `rows` the rows of the first draws, ascending."""
+    """An order with every row once in each epoch, permuted if `shuffle`. `index` is the row of a draw, `part` the
+    draw's part of the data, `rows` the rows of the first draws, ascending."""
 
     def __init__(self, sizes: Sequence[int], seed: int, *, shuffle: bool) -> None:
         """`sizes` are the numbers of rows of the parts, in order."""
@@ -197,8 +197,7 @@ class Mixture:
 
     def _mix(self, block: int) -> None:
         """Compute the part of each draw in a block, and the number of earlier draws of its part. Part p with n draws
-        has one at a random position in each n-th of the block (stratified sampling), so that short runs of draws
-        come close to the weights too."""
+        has one at a random position in each n-th of the block (stratified sampling), to keep weights in short runs."""
         rng = np.random.default_rng((self._seed, block, 0, 1))
         places = [(np.arange(number) + rng.random(number)) / number for number in self._shares]
         parts = np.repeat(np.arange(len(places)), self._shares)

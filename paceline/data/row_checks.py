@@ -244,9 +244,8 @@ def _unequal(one: npt.NDArray[np.object_], two: npt.NDArray[np.object_]) -> Mask
 
 
 def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
-    """Return the check that every row has a usable prompt, or the columns that make one. With an empty
-    `data.prompt_key` it checks rows without prompts. NeMo RL's `input` is a prompt too. With `has_tools` the chat
-    template gets a row's tools."""
+    """Return the check that every row has a usable prompt (with an empty `data.prompt_key`: no prompt), or the columns
+    that make one. NeMo RL's `input` is a prompt too. With `has_tools` the chat template gets a row's tools."""
     if is_made(data):
         return RowCheck(
             lambda row: check_text(prompt_of(row, data)[0], data.prompt_key),

@@ -42,7 +42,7 @@ from paceline.spec.sections.data import DataSource
 
 
 class Rows(Protocol):
-    """A sequence of rows."""
+    """A sequence of rows; `rows[index]` raises Unreadable if the row cannot be read now."""
 
     fingerprint: str
     """Identity of the contents, which reveals a replaced file if that can be detected."""

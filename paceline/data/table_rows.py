@@ -73,8 +73,7 @@ def open_table(
 
 
 def open_stream(name: str, split: str, field: str, config: str | None) -> Iterator[Any]:
-    """Yield the Arrow tables of a data set on the hub, or of a folder of files, as they are read. Raises DataError,
-    Unreadable; during reading also errors of `datasets`."""
+    """Yield the Arrow tables of a hub data set or a folder. Raises DataError, Unreadable, and errors of `datasets`."""
     stream = _loaded(None, name, split, field, config, streaming=True)
     tables: Iterator[Any] = stream.with_format("arrow").iter(STREAMED_ROWS)
     return tables

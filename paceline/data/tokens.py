@@ -120,8 +120,8 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
 
 
 def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
-    """Raise InvalidInput if a token that texts may contain has no row in the embedding. Added tokens, as for images or
-    padding, have none in some models, which is no fault if nothing writes them."""
+    """Raise InvalidInput if a token that texts may contain has no row in the embedding. Added tokens that nothing
+    writes (images, padding) may lack a row, as in some models."""
     outside = {token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
     written = f"{tokenizer.chat_template or ''}{tokenizer.bos_token or ''}{tokenizer.eos_token or ''}"
     added = tokenizer.get_added_vocab() if outside else {}
@@ -217,8 +217,7 @@ def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: 
 
 
 def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: Tools) -> str:
-    """Return the template's text of messages up to the assistant's last one, to be continued. Raises InvalidInput if
-    the template changes that message."""
+    """Return the template's text of messages whose last one is continued. Raises InvalidInput if that message changes."""
     last, options = messages[-1], {"continue_final_message": True, **of_tools(tools)}
     content = last.get("content")
     if last.get("tool_calls") or not isinstance(content, str):
@@ -335,11 +334,10 @@ def encode_exchange(
     ends: bool = True,
     stops: frozenset[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Return ([P], [T]) token ids of a prompt and its completion. The completion ends where sampling would, at the end
-    of sequence, unless it was cut off (`ends` is false). `stops` are the tokens that end it (default: as for
-    sampling). A completion of messages is what the chat template adds to the prompt, and a new turn even behind the
-    assistant's. Raises InvalidInput if the template changes the prompt once an answer follows, because the trained
-    prompt would differ."""
+    """Return ([P], [T]) token ids of a prompt and its completion, which ends where sampling would (at the end of
+    sequence, or one of `stops`) unless it was cut off (`ends` is false). A completion of messages is what the chat
+    template adds to the prompt, and a new turn even behind the assistant's. Raises InvalidInput if the template
+    changes the prompt once an answer follows, because the trained prompt would differ."""
     if isinstance(completion, str):
         text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
         ids = _prompt_ids(tokenizer, prompt, template, text)
@@ -372,9 +370,8 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to and including the last one at which sampling stops. Return None if there is no
-    such token, or if more than white space follows it. With `message`, a text that the template wrote, other text may
-    follow that does not contain `message`."""
+    """Return the number of tokens up to the last one at which sampling stops; None without such a token, or if more
+    than white space follows it. Other text may follow that lacks `message`, a text that the template wrote."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:

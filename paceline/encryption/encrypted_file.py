@@ -112,8 +112,8 @@ class EncryptingWriter(io.RawIOBase):
 
 
 class DecryptingReader(io.RawIOBase):
-    """Reads the plaintext of an encrypted file from any position, and owns `source`. Raises WrongKey for a file of
-    another key, and on reading a chunk that is damaged, moved or cut off."""
+    """Reads an encrypted file's plaintext from any position, and owns `source`. Raises WrongKey for a file of another
+    key, and on reading a chunk that is damaged, moved or cut off."""
 
     def __init__(self, source: IO[bytes], key: StorageKey | None, name: str):
         """`source` must be seekable; `name` is the file's name in errors."""
@@ -185,7 +185,7 @@ def decrypting(source: IO[bytes], key: StorageKey | None, name: str) -> IO[bytes
 
 def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
     """Return a reader of the plaintext of a file that may be encrypted: `source` from its beginning, or a reader that
-    decrypts it with this process's key. Closes `source` and raises WrongKey; InvalidInput for an unreadable key."""
+    decrypts it with this process's key. Raises WrongKey, InvalidInput (unreadable key), and closes `source`."""
     try:
         source.seek(0)
         start = source.read(len(MAGIC))

@@ -73,8 +73,7 @@ class CacheKind:
         return f"{self.folder_variable}_MB"
 
     def of_user(self, folder_name: str) -> BoundedCache:
-        """Return the cache in the folder that the environment names, else `paceline/<folder_name>` in the user's cache.
-        Raises InvalidInput."""
+        """Return the cache that a variable names, or the user's `paceline/<folder_name>`. Raises InvalidInput."""
         named = os.environ.get(self.folder_variable)
         folder = Path(named) if named else _in_user_cache(folder_name)
         return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
@@ -262,10 +261,9 @@ def open_copies(
     key: StorageKey | None = None,
     hashed_bytes: int = HASHED_BYTES,
 ) -> HeldFolder:
-    """Return the folder with copies of `entries` (files of `url`) in their current version. With a `key` the copies are
-    encrypted, in a separate folder for that key. Raises Unavailable for a file that changes while it is copied,
-    Unreadable for a file that cannot be fetched, other errors of the store's client, and the errors of
-    `BoundedCache.open`."""
+    """Return the folder with current copies of `entries` (files of `url`). With a `key` the copies are encrypted, in a
+    separate folder for that key. Raises Unavailable for a file that changes while it is copied, Unreadable for a
+    file that cannot be fetched, other errors of the store's client, and the errors of `BoundedCache.open`."""
     version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
     version += [] if key is None else [key.name.hex()]
     digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]

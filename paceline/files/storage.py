@@ -43,8 +43,8 @@ def is_url(name: str) -> bool:
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL or a local path, and the path in it. Raises SpecError, with `what` as the name,
-    for a scheme that is unknown or whose package is not installed."""
+    """Return file system and path of a URL or local path. Raises SpecError, which names `what`, for an unknown scheme,
+    or one whose package is not installed."""
     try:
         # No cached listings, because other processes write here too.
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)

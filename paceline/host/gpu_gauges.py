@@ -18,7 +18,7 @@ STALE_S = 30.0
 """Age in seconds from which the newest reading counts as stale."""
 XID_WAIT_MS = 1
 ENERGY = "gpu_energy_j/"
-"""Prefix of gauges of the joules that a GPU used since its driver was loaded; its UUID follows, to count it once."""
+"""Prefix of gauges of a GPU's joules since its driver was loaded. The GPU's UUID follows: a shared GPU counts once."""
 XID = "gpu_xid"
 """Gauge with the code of the newest Xid error. Codes cannot be summed over members."""
 ID_LENGTH = 12

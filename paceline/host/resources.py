@@ -1,7 +1,6 @@
-"""Memory and cores: the memory that this process holds and may still allocate (the host's, or less in its container),
-glibc's handling of freed memory, and the compute threads of processes that share the cores. Linux grants more memory
-than there is and kills the process that then uses it, so code that is about to allocate much calls this module
-first."""
+"""The memory that this process holds and may still allocate (the host's, or less in its container), glibc's handling of
+freed memory, and compute threads of processes that share the cores. Linux grants more memory than there is and kills
+the process that then uses it, so code that is about to allocate much calls this module first."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def process_gauges() -> dict[str, float]:
-    """Return the memory that this process holds, in GB (10⁹ bytes): of the host, if the system reports it, and of GPUs,
-    if torch has begun to use them."""
+    """Return the memory of this process in GB (10⁹ bytes): of the host if known, and of GPUs if torch uses them."""
     gauges = {"memory_gb": resident / 1e9} if (resident := _resident_bytes()) else {}
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # another thread may have imported torch in part
     if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():

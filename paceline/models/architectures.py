@@ -17,8 +17,7 @@ STATEFUL_TYPES = frozenset(
     | {"mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "recurrent_gemma"}
     | {"rwkv", "xlstm", "zamba", "zamba2", "zaya"}
 )
-"""Model types with recurrent, convolutional or linear-attention layers, even if config.json lists no kinds of layers.
-"""
+"""Model types with recurrent, convolutional or linear-attention layers, even if config.json does not list these."""
 
 BIASED_TYPES = frozenset({"bloom", "mpt"})
 """Model types whose attention adds a bias by distance (ALiBi)."""

@@ -45,8 +45,7 @@ def origin_of(export: Folder) -> Origin | None:
 
 
 def check_origin(origin: Origin, run_id: str, step: int, chain: str, specs: Collection[str]) -> None:
-    """Raise Conflict unless the files come from this run after `step` steps, with `chain`, and a spec whose digest is
-    in `specs`."""
+    """Raise Conflict unless the files are of this run after `step` steps, with `chain` and a spec's digest in `specs`."""
     expected = {"run_id": run_id, "step": step, "chain": chain}
     for field, value in expected.items():
         if (named := getattr(origin, field)) != value:

@@ -25,9 +25,8 @@ HEAD_TILE = 16_384
 LARGE_TENSOR_BYTES = 8 << 20
 """The memory of a tensor of at least this size returns to the host when freed (`paceline.host.resources`)."""
 HEAP_WASTE = 1.3
-"""Bytes of the holes in the heap of a process on CPUs, for each byte of the tensors of a pass that are smaller than
-LARGE_TENSOR_BYTES. glibc before 2.38 does not reuse the space of an aligned block for a block of the same size
-(https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
+"""Bytes of holes in the heap on CPUs for each byte of a pass's tensors below LARGE_TENSOR_BYTES. glibc before 2.38
+never reuses an aligned block for one of the same size (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
 GATHERED_LAYERS = 2
 """Number of layers whose weights FSDP has gathered at the same time: the current one and the next."""
 
@@ -72,14 +71,12 @@ def estimate(
     learner_on_gpu: bool | None = None,
     sampler_on_gpu: bool | None = None,
 ) -> Estimate:
-    """Return the memory of a learner's rank and of a rollout worker.
-
-    Each of S shards holds 1/S of weights, gradients and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T
-    are trained, with s bytes of `optimizer.state_dtype`. On CPUs rank 0 also holds the published version, as wide as
-    the sampler's weights. A sampler holds its weights, the next ones during a transfer, and keys and values of all its
-    sequences. `shards` ranks divide a copy of the model; None: as in `policy.parallel`, by default all ranks.
-    `learner_on_gpu` and `sampler_on_gpu` say where both compute; None: on GPUs if the spec names GPUs for them.
-    """
+    """Return the memory of a learner's rank and of a rollout worker. Each of S shards holds 1/S of weights, gradients
+    and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T are trained, with s bytes of
+    `optimizer.state_dtype`. On CPUs rank 0 also holds the published version, as wide as the sampler's weights. A
+    sampler holds its weights, the next ones during a transfer, and keys and values of all its sequences. `shards`
+    ranks divide a copy of the model; None: as in `policy.parallel`, by default all ranks. `learner_on_gpu` and
+    `sampler_on_gpu` say where both compute; None: on GPUs if the spec names GPUs for them."""
     policy = spec.policy
     shards = shards or shards_of(policy, spec.cluster.learner_ranks)
     on_gpu = bool(spec.cluster.learner_gpus) if learner_on_gpu is None else learner_on_gpu

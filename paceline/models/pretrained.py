@@ -26,7 +26,7 @@ SCORE = "score.weight"
 NAMES_SHOWN = 3
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 UNUSED = re.compile(r"(^|\.)((mtp|mtp_layers|v_head)\.|attn\.masked_bias$|rotary_emb\.(cos|sin)_cached$)")
-"""Tensors that Paceline never reads: speculative decoding, a policy's value head, constants of older checkpoints."""
+"""Tensors that no forward pass needs: speculative decoding, a policy's value head, constants of old checkpoints."""
 LM_HEADS = ("lm_head.", "embed_out.")
 
 

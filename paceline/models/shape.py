@@ -81,7 +81,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def read_shape(model_name: str) -> ModelShape | None:
-    """Return a model's sizes from a local folder or this machine's hub cache; None without a readable config.json."""
+    """Return a model's sizes from a local folder or this machine's hub cache; None without a usual config.json."""
     config = read_config(model_name)
     return None if config is None else shape_of(config)
 
@@ -111,8 +111,7 @@ def _cached_config(model_name: str) -> Path | None:
 STATE_BYTES = 16
 """Bytes of a parameter with its gradient and moments, all in float32."""
 HOST_SHARE = 0.7
-"""`auto` makes replicas only if the state fills at most this share of a host's GPU memory; activations need the rest.
-"""
+"""`auto` makes replicas only if the state fills at most this share of a host's GPU memory; the rest is activations."""
 
 
 class MeshShape(NamedTuple):

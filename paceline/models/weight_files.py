@@ -49,9 +49,8 @@ class WeightFiles:
     """All tensors of a model by name; a context manager that closes the files."""
 
     def __init__(self, paths: dict[str, list[str]], what: str) -> None:
-        """`paths` maps each file to the names of the tensors that it must have; an empty list requires none. `what`
-        names the model in messages. Raises InvalidInput for a damaged file or one that lacks a tensor, Unreadable
-        for one that cannot be read now."""
+        """`paths` maps each file to the names of tensors that it must have; an empty list requires none. `what` names
+        the model. Raises InvalidInput for a damaged file or one without a tensor, Unreadable if it cannot be read."""
         self.tensors: dict[str, StoredTensor] = {}
         self._files: list[RangedFile] = []
         self._what = what

@@ -67,8 +67,7 @@ class RunSpec(Section):
     """One training job: submitted once, checked as a whole, and written beside the run in resolved form."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
-    """Name for people, of letters, digits, dots, dashes and underscores. The run's id and its folder are made from it.
-    """
+    """Name for people, of letters, digits, dots, dashes and underscores; the run's id and folder are made from it."""
     folder: str = ""
     """Folder of the spec's file: reward functions are loaded from it or below. Empty for a spec that a program made."""
     algorithm: Algorithm = "grpo"

@@ -1,6 +1,5 @@
-"""Loads the function or class in a user's file that a spec names as `path/to/file.py:name`. A file is loaded under a
-module name made from its path, so a user's `learner.py` shadows no module of this project, and two files of one name
-do not collide."""
+"""Loads the function or class in a user's file that a spec names as `path/to/file.py:name`. The module's name is made
+from the path, so a user's `learner.py` shadows no module of this project, and equal file names do not collide."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def _described(error: BaseException, path: Path | None) -> str:
 
 
 def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments that a user's function takes, and the names of required ones that are missing. For a
-    function with `**`, or without a signature, return `arguments` itself."""
+    """Return the arguments that a user's function takes (all with `**` or no signature) and the names of missing ones."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

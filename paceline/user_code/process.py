@@ -40,11 +40,10 @@ BOOT = (
 async def spawn(
     module: str, surroundings: Surroundings | None
 ) -> tuple[Process, socket.socket, ProcessSettings | None]:
-    """Start a process that runs `main()` of a module in a separate session. Return the process with this side's socket
-    and with the process' settings; the caller removes the settings' files after the process has ended. The process
-    connects with `paceline.user_code.child.connect`. -P keeps the working directory off the process' import path.
-    Without `surroundings`, for code of this project, the process has the environment of this process and no box.
-    Raises ProcessNotStarted."""
+    """Start a process that runs `main()` of a module in a separate session. -P keeps the working directory off its
+    import path. Return the process, this side's socket and the process' settings, whose files the caller removes
+    after the end of the process, which connects with `paceline.user_code.child.connect`. Without `surroundings`, for
+    code of this project, the process has this process's environment and no box. Raises ProcessNotStarted."""
     settings: ProcessSettings | None = None
     try:
         settings = None if surroundings is None else surroundings.prepare()

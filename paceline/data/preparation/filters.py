@@ -109,8 +109,7 @@ def by_pass_rate(rates: Mapping[bytes, float], low: float, high: float) -> Filte
 
 
 def pass_rates(attempts: Iterable[tuple[Any, Iterable[float]]], passed_at: float) -> dict[bytes, float]:
-    """Return, by the `key_of` each prompt, the share of its completions in all runs with a reward of `passed_at` or
-    more."""
+    """Return, by the `key_of` each prompt, the share of its completions in all runs that reach the reward `passed_at`."""
     counts: dict[bytes, tuple[int, int]] = {}
     for prompt, rewards in attempts:
         known = [reward for reward in rewards if reward == reward]  # NaN: nothing scored it

@@ -1,7 +1,6 @@
 """Prepares the data of a spec (`data.preparation`) into files in a folder of this machine. Promise: the user's function
 (`f(row) -> row, list of rows, or None`) runs in a process of the machine that submits the spec. It gets rows in
-their order, a fault names the row, and a call that hangs ends at its time limit. Every row that is left out is
-counted with its reason."""
+their order, a fault names the row, a call that hangs ends at its time limit. Rows left out are counted by reason."""
 
 from __future__ import annotations
 
@@ -77,10 +76,9 @@ class Prepared:
 
 @contextmanager
 def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
-    """Prepare the data of a spec in a folder that exists while the context is open. Without data.preparation no data
-    are read. Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with;
-    DataError for a function that fails, a row that the algorithm cannot read, or a data set without remaining rows;
-    Unreadable."""
+    """Prepare the data of a spec in a folder that exists while the context is open; without data.preparation, read
+    none. Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with;
+    DataError for a function that fails, a row that the algorithm cannot read, or a set without rows; Unreadable."""
     section = spec.data.preparation
     with tempfile.TemporaryDirectory(prefix="paceline-prepared-") as folder:
         sets: dict[str, PreparedSet] = {}
@@ -199,8 +197,7 @@ class Processor:
         await self._process.close()
 
     async def process(self, rows: Rows) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield each row's index and the function's result. Raises DataError for a function that raises, hangs, dies or
-        returns something invalid."""
+        """Yield each row's index and results. Raises DataError if the function raises, hangs, dies or returns no rows."""
         for first in range(0, len(rows), BATCH_ROWS):
             batch = [rows[index] for index in range(first, min(first + BATCH_ROWS, len(rows)))]
             for index, made in enumerate(await self._batch(batch, first), start=first):

@@ -24,8 +24,7 @@ MIN_SUFFIX = 5
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 """Algorithms that train on a data set's examples."""
 SAME = "same"
-"""Value in reference.yaml that means: the library's name equals our key. For TRL, whose names have no sections, it
-equals the last part of our key."""
+"""Value in reference.yaml: the library's name equals our key, or for TRL, without sections, the key's last part."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
 """Maps a key of `grpo` to its name in the sections of EXAMPLES, if that name is different."""
 

@@ -225,8 +225,7 @@ class GenerationSection(Section):
     stop_strings: Annotated[tuple[StopString, ...], Field(max_length=16)] = ()
     """Strings that end a completion at the token that completes one of them; its text ends with the string."""
     allow_biased_sampling: bool = False
-    """Accept top_p, top_k, min_p, min_new_tokens and repetition_penalty, which the learner's log-probabilities ignore.
-    """
+    """Accept top_p, top_k, min_p, min_new_tokens, repetition_penalty; the learner's log-probabilities ignore them."""
     max_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Largest number of sequences that one engine decodes at a time; with vLLM the KV cache may hold fewer. auto: 256
     for vllm on GPUs, else 64; chosen when the run is submitted."""
@@ -307,8 +306,7 @@ class PolicySection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     skip_non_finite_updates: bool = False
-    """Skip an optimizer update whose loss or gradient is not finite, with a warning that names its groups; false pauses
-    the run instead."""
+    """Skip an optimizer update whose loss or gradient is not finite, and warn with its groups; false: pause the run."""
     activation_checkpointing: Checkpointing = "none"
     """Activations that the backward pass recomputes to save memory. full (or true): every layer. selective: all but
     matrix products and attention. none (or false): nothing. auto: the first of none, selective, full that fits the

@@ -147,8 +147,7 @@ class CheckpointingSection(Section):
     keep_top_k: PositiveInt = 2
     """Complete checkpoints to keep: the newest or, with `metric_name`, the best and the newest one."""
     metric_name: Annotated[str, Field(pattern=r"^(train|val):\S+$")] | None = None
-    """Metric of the best checkpoint: `val:reward` (of the evaluation after that step), or `train:` and a step's
-    metric (`train:loss`)."""
+    """Metric of the best checkpoint: `val:reward` (evaluated after the step), or `train:` and a step's metric."""
     higher_is_better: bool = True
     """True if the highest value of the metric is the best."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -204,8 +203,8 @@ class LoggerSection(Section):
     """Smallest share of each rollout worker's groups whose log-probabilities the learner compares with its own; the
     run's events name a worker whose mean deviates. 0: never."""
     profile_period: NonNegativeInt = 0
-    """Period in steps at which rank 0 of the learner runs torch's profiler, for metrics of the time in collectives;
-    slower. 0: never."""
+    """Period in steps of torch's profiler on rank 0 of the learner, to measure time in collectives; slower. 0: never.
+    """
     stall_warning_s: PositiveFloat = 60.0
     """If the learner has waited for this many seconds, a warning names the reason. Another warning follows after twice
     the time, and so on."""

@@ -113,9 +113,9 @@ class EnvironmentSection(Section):
     parallel_calls: PositiveInt = 32
     """Concurrent calls of the user's code in one process."""
     renderer: str = "auto"
-    """How turns become tokens. A family of the package `renderers`: its code. `template`: the chat template, if the
-    rendering of more turns provably extends the rendering of fewer. `auto`: the family, if the model's name is known,
-    else `template`."""
+    """How turns become tokens. A family of the package `renderers`: its code. `template`: the chat template, if
+    rendering more turns provably extends rendering fewer. `auto`: the family of a known model's name, else
+    `template`."""
     tool_parser: Literal["auto", "hermes", "json", "none"] = "auto"
     """Format of tool calls in the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is
     one call), `none`; auto uses the renderer's, else the chat template's."""
@@ -137,8 +137,7 @@ class EnvironmentSection(Section):
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Return a mapping from names to classes. A single class has the empty name; if there are only tools, the empty
-        name has an empty value."""
+        """Return a mapping from names to classes. A single class has the empty name; tools alone give an empty class."""
         return {"": self.class_} if isinstance(self.class_, str) else self.class_
 
     @property
