@@ -29,7 +29,6 @@ IndexArray = npt.NDArray[np.int64]
 
 
 def weights_at(functions: Sequence[RewardFunctionSection], step: int) -> list[float]:
-    """Return [F] the weight of each reward function at a step."""
     return [function.weight_at(step) for function in functions]
 
 
@@ -104,8 +103,6 @@ FLOAT64_ERROR = 2.0**-50
 
 
 class Episode(NamedTuple):
-    """Rewards of one sample with turns."""
-
     outcome: float
     """Weighted reward of the whole episode; NaN if no function applied."""
     advantage: float

@@ -427,7 +427,7 @@ class Client(Connection):
         }
 
     def _ask_worker(self, kind: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
-        """Call the worker at an address (default: `_address_of`)."""
+        """Return the result of `call` on a channel to the worker at `address` (default: `_address_of` the kind)."""
         address = address or self._address_of(kind)
         with self._channel_to(address) as channel:
             return self._call(lambda: call(channel), f"{kind} worker at {address}")

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 USUAL_S = 1.0
-"""Default seconds after which a refused call may be retried."""
+"""Default seconds after which a refused call should be retried."""
 
 
 class PacelineError(Exception):

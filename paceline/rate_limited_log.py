@@ -23,7 +23,7 @@ class RateLimitedLog:
     ):
         self._log, self._interval_s, self._clock = log, interval_s, clock
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Time of the last line of each kind, and the number of lines left out since."""
+        """Maps each kind to the time of the kind's last line, and the number of lines left out since."""
 
     def warning(self, kind: str, message: str, *args: object, error: BaseException | None = None) -> None:
         """Write a warning, with the traceback of `error` if there is one."""
@@ -69,7 +69,7 @@ class Unforeseen:
         self._seldom = RateLimitedLog(log)
 
     def note(self, where: str, error: BaseException) -> str:
-        """Count an exception; return the message for its sender."""
+        """Count an exception; return the message for the sender whose call raised it."""
         self.total += 1
         kind = type(error).__name__
         self._seldom.warning(f"{where} {kind}", "unexpected %s in %s", kind, where, error=error)

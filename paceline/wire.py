@@ -240,7 +240,6 @@ def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> N
 
 
 MAX_ROW = 1 << 16
-"""Largest number of transcripts of a sample."""
 MAX_NOTE_BYTES = 16 << 20
 """Largest serialized TurnNote: messages, text and the environment's saved state."""
 

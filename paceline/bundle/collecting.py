@@ -119,7 +119,7 @@ def _add_code(found: _Found) -> list[str]:
             found.add("code", name, f"{base}/{inside}", needed)
         others |= imports.others
         for source in sorted(imports.files):
-            warnings += _not_included(found, source, path.parent) if source.suffix == ".py" else []
+            warnings += _not_included(found, source) if source.suffix == ".py" else []
     for module in undeclared(others, spec.bundle.requirements):
         warnings.append(
             f"{others[module].name} imports {module!r}, which is neither beside it nor a dependency of Paceline; name it in "
@@ -128,7 +128,7 @@ def _add_code(found: _Found) -> list[str]:
     return list(dict.fromkeys(warnings))
 
 
-def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
+def _not_included(found: _Found, source: Path) -> list[str]:
     """Return a warning for each file beside a module that is named in the module and does not travel with the run."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}

@@ -23,7 +23,7 @@ MAX_SOURCE_BYTES = 4 << 20
 @dataclass
 class Imports:
     files: set[Path] = field(default_factory=set)
-    """The file, and all files in its folder that it needs."""
+    """The parsed file, and all files in its folder that the file imports, also indirectly."""
     others: dict[str, Path] = field(default_factory=dict)
     """Maps each imported top-level module outside of the folder and the standard library to a file that imports it."""
 

@@ -36,14 +36,11 @@ class BundledFile:
     kind: Kind
     """`code` of reward functions, `data`, or `include` for a file of bundle.include."""
     size: int
-    """Size in bytes."""
     sha256: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a bundle, in the order of their paths."""
-
     files: tuple[BundledFile, ...]
 
     @classmethod
@@ -78,19 +75,17 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of `text`, hexadecimal."""
+        """SHA-256 of `text` in hexadecimal; it names the bundle."""
         return hashlib.sha256(self.text).hexdigest()
 
     @property
     def size(self) -> int:
-        """Total size of the files in bytes."""
         return sum(file.size for file in self.files)
 
     def subset(self, *kinds: Kind) -> Manifest:
         return Manifest(tuple(file for file in self.files if file.kind in kinds))
 
     def has(self, path: str, kind: Kind) -> bool:
-        """Return whether a file of the kind is at `path` or below it."""
         return any(file.kind == kind and (file.path == path or file.path.startswith(path + "/")) for file in self.files)
 
 

@@ -39,7 +39,7 @@ PATIENCE_S = 60.0
 """Seconds without progress after which a transfer fails."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "FAILED_PRECONDITION")
-"""Statuses after which a transfer resumes."""
+"""Names of gRPC statuses after which a transfer resumes."""
 
 
 def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s: float = PATIENCE_S) -> None:

@@ -69,7 +69,7 @@ LASTING = (
     "PERMISSION_DENIED",
     "RESOURCE_EXHAUSTED",
 )
-"""Statuses that a retry does not change."""
+"""Statuses with which a call fails again when it is retried."""
 
 
 def status_name(error: grpc.RpcError) -> str:

@@ -53,7 +53,7 @@ def make_token(path: Path) -> str:
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file; empty if there is none to read."""
+    """Return the token in a file; empty if the file is missing or unreadable."""
     keep_no_core()
     try:
         return path.read_text().strip()

@@ -25,14 +25,14 @@ from paceline.chat.messages import Json
 
 
 class TextPart(NamedTuple):
-    """Further text of the content, or of the reasoning."""
+    """Next piece of an answer's content, or of its reasoning."""
 
     text: str
     reasoning: bool = False
 
 
 class Malformed(NamedTuple):
-    """Text that began like a call; it is also part of the content."""
+    """Text that began like a call and is not one; this text is also part of the content."""
 
     text: str
     fault: str
@@ -49,7 +49,7 @@ class AnswerReader:
     reasons: bool = False
     """True when reasoning between `<think>` and `</think>` is not content."""
     in_reasoning: bool = False
-    """True when the prompt has opened the reasoning."""
+    """True if the prompt ends within the reasoning."""
     tools: Sequence[Json] = ()
     max_calls: int | None = None
     """Largest number of calls to return; the client wants no more, so the others are left out."""
@@ -80,7 +80,7 @@ class AnswerReader:
         return parts
 
     def finish(self) -> list[AnswerPart]:
-        """Return the remaining parts at the end of the text."""
+        """End the text, and return the remaining parts."""
         parts: list[AnswerPart] = []
         while self._state == "call":
             if not self._read_marked(len(self._held), parts):
@@ -100,7 +100,7 @@ class AnswerReader:
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
-        """Advance by one mark; return whether to continue."""
+        """Process the held text up to one mark; return whether to continue."""
         match self._state:
             case "start":
                 return self._start()

@@ -51,7 +51,7 @@ class MalformedCall(Exception):
 
 
 class NoCall(Exception):
-    """JSON text that is not a call."""
+    """Raised for a text that is not a call in JSON."""
 
 
 def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
@@ -152,7 +152,6 @@ _END_OF_VALUE = re.compile(rf"{_END_PARAMETER}(?=\s*(?:{_PARAMETER}|\Z))")
 
 
 def _value(text: str, declared: Sequence[Any], root: Json) -> Any:
-    """Return a plain-text argument, converted to a declared type."""
     if text.startswith("\n"):  # the template writes a value on separate lines
         text = text[1:].removesuffix("\n")
     types = types_of({"anyOf": list(declared)}, root) if declared else None

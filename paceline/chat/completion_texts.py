@@ -21,13 +21,13 @@ THINK, END_THINK = "<think>", "</think>"
 
 ANSWER_TAG = re.compile(r"<answer>.*</answer>", re.DOTALL)
 TAG = re.compile(r"<(/?)([^<>|/\s]+)>|\[(/?)([^\[\]/\s]+)\]")
-"""A tag in a text, `<x>` or `[x]`; with a slash it closes."""
+"""A tag, `<x>` or `[x]`; with a slash, `</x>` or `[/x]`, it closes."""
 CONTENTS = {role: f"{role} 4711 says" for role in ("system", "user", "assistant", "tool")}
-"""Content of each role's message in a probe of a template."""
+"""Maps a role to the content of the role's messages in a probe of a template."""
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Names of special tokens for which all tokenizers have an attribute: `bos` for `bos_token`."""
 TAIL = 32
-"""Number of tokens at the end of a prompt in which an opening `<think>` is searched."""
+"""Number of tokens at the end of a prompt that are searched for an opening `<think>`."""
 
 
 class SpecialTokens(NamedTuple):
@@ -60,10 +60,10 @@ def completion_text(
     *,
     in_reasoning: bool = False,
 ) -> str:
-    """Return the text of a completion. If the completion was ended by a stop string, the text ends with that string:
-    `end_of` then returns the text up to and with the string, else None. in_reasoning: the chat template opened the
-    reasoning. If the completion does not close it, the text begins with `<think>`, so that nobody mistakes it for an
-    answer; else it has `</think>` alone, as the model wrote it."""
+    """Return the text of a completion. If a stop string ended the completion, `end_of` returns the text up to and with
+    the string, else None. With `in_reasoning`, the chat template opened the reasoning: if the completion does not
+    close the reasoning, the text begins with `<think>`, so that nobody mistakes it for an answer; else the text has
+    `</think>` alone, as the model wrote it."""
     ids, special = completion.token_ids, special_tokens(tokenizer)
     text = None
     if completion.finish_reason == "stop" and len(ids):

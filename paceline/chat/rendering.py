@@ -68,7 +68,7 @@ class AnswerFormat:
 
 @dataclass(frozen=True)
 class Probe:
-    """Compares renderings with and without a field."""
+    """Compares renderings of short chats with and without a field."""
 
     tokenizer: Any
     source: str
@@ -93,13 +93,13 @@ class Probe:
         return with_them is not None and with_them != Probe(self.tokenizer, self.source, [], self.kwargs)._text(chat)
 
     def renders_call_ids(self) -> bool:
-        """Return whether the template writes the ids of results."""
+        """Return whether the template writes the ids that link results to calls."""
         chat = _short_chat({"role": "tool", "content": _ANSWER, "tool_call_id": "c47134713"}, "tool_call_id")
         with_it = self._text(chat)
         return with_it is not None and with_it != self._text(_without(chat, "tool", "tool_call_id"))
 
     def answer(self, message: Json) -> str:
-        """Return the text that the template writes for an assistant's message, without what surrounds it."""
+        """Return the part of a rendering that the template writes for one message of the assistant."""
         asked = [{"role": "user", "content": _QUESTION}]
         whole = self._text([*asked, message]) or ""
         opened = self._text(asked, add_generation_prompt=True) or ""
@@ -192,7 +192,6 @@ def mentions(source: str, word: str) -> bool:
 CALL_IDS = "ids of results"
 
 MAX_REMEMBERED = 256
-"""Largest number of cached fields per template."""
 
 
 @dataclass

@@ -117,7 +117,7 @@ def _by_marks(
 
 
 def _marked(tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools) -> tuple[str, list[Span]]:
-    """Return the rendered conversation, and the characters between the template's marks."""
+    """Return the rendered conversation, and the spans between the template's marks, in characters."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render_chat(tokenizer, messages, template_kwargs, tools)  # raises the template's errors as InvalidInput

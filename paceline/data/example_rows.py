@@ -59,8 +59,6 @@ class Preference(NamedTuple):
 
 
 class LabeledCompletion(NamedTuple):
-    """One completion, good or bad."""
-
     prompt: Any
     completion: Any
     desirable: bool
@@ -256,7 +254,7 @@ def is_whole(row: Mapping[str, Any]) -> bool:
 
 
 def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
-    """Return the prompt with the system prompt, as messages if any completion is messages."""
+    """Return the prompt with the system prompt; a text becomes a list of messages if any completion is messages."""
     if isinstance(prompt, str) and any(not isinstance(completion, str) for completion in completions):
         prompt = [{"role": "user", "content": prompt}]
     return with_system_prompt(prompt, data)

@@ -131,7 +131,7 @@ def as_examples(rows: Rows, spec: RunSpec, field: str) -> Rows:
 
 
 def report_of(rows: Rows, spec: RunSpec) -> str:
-    """Return a description of the examples (or of the groups of traces) and of what was left out, for people."""
+    """Return a description, for people, of the examples (or the groups of traces) and of the rows left out."""
     assert spec.examples is not None
     if isinstance(rows, TraceGroups):
         return f"{describe(rows[0]['traces'][0], spec.data, 'traces')}; {rows.report}"
@@ -151,7 +151,6 @@ class UnpairedRows:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of rows from each data set of a list."""
         return tuple(2 * size for size in sizes_of(self._rows))
 
     @property

@@ -155,7 +155,7 @@ log = logging.getLogger(__name__)
 
 
 def without_added_nulls(row: Json, *, is_table: bool) -> Json:
-    """Return a row whose tool calls have no added nulls."""
+    """Return the row without the nulls that a file format added to arguments of tool calls."""
     if not any(_may_call(value) for value in row.values()):
         return row
     try:
@@ -217,7 +217,7 @@ def _is_meant(key: str, declared: list[Any], schema: Any, root: Json, is_table: 
 
 
 _warned: set[bool] = set()
-"""Has true if the warning was logged for rows of tables, and false if it was logged for other rows."""
+"""Contains True once the warning was logged for rows of tables, and False once for other rows."""
 
 
 def _warn(key: str, is_table: bool) -> None:

@@ -252,7 +252,7 @@ def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None
 
 
 def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
-    """Return one definition of tools, read from the column's `value`. `filled`: a table may have added nulls to it."""
+    """Return one tool's definition in the API's form; `value` is its column. `filled`: a table may have added nulls."""
     if not isinstance(tool, dict):
         raise _bad_tools(value)
     read: Json = _without_nulls(tool) if filled else tool
@@ -303,7 +303,7 @@ _MARK = "Text 4713."
 
 
 class NotRendered(InvalidInput):
-    """The template would leave out a field of messages of a role."""
+    """Raised if the template would leave out a field that messages of a role have."""
 
     def __init__(self, role: str, name: str) -> None:
         super().__init__(

@@ -59,7 +59,6 @@ class PromptSource:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the rows at the time of opening."""
         return self._rows.fingerprint
 
     @property

@@ -32,7 +32,6 @@ Check = Callable[[dict[str, Any]], object]
 Mask = npt.NDArray[np.bool_]
 
 BATCH_ROWS = 1 << 16
-"""Number of rows in one scan."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,6 @@ def _are_plain_messages(kind: pa.DataType) -> bool:
 
 
 def _mask(values: Any) -> Mask:
-    """Return Arrow's booleans, false for null."""
     import pyarrow.compute as pc
 
     mask: Mask = np.asarray(pc.fill_null(values, False)).astype(bool)
@@ -274,7 +272,7 @@ def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
 
 
 def check_prepared(data: DataSection) -> None:
-    """Raise DataError if data must still be prepared."""
+    """Raise DataError if the rows still need `data.preparation`."""
     if data.preparation.is_used:
         raise DataError(
             "data.preparation is set, but the run came without prepared rows; submit it with this version's `paceline submit` or "

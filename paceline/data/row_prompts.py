@@ -101,7 +101,7 @@ def _right(row: Mapping[str, Any], key: str, labels: list[str], count: int) -> i
 
 
 CHOICES = "choices"
-"""Name of the lettered list of answers in a template."""
+"""Name that a template has in braces for the lettered list of answers."""
 
 
 def is_made(data: DataSection) -> bool:

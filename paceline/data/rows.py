@@ -69,7 +69,7 @@ def open_source(source: DataSource, check: Check | None = None) -> Rows:
 
 
 def _entry(source: DataSource, name: str, check: Check | None) -> Rows:
-    """Return the rows of one name, which may mean several files."""
+    """Return the rows of the file, files (a glob) or data set `name`."""
     field, config = source.field, source.config
     parts: list[Rows] = []
     paths: list[str] = []
@@ -88,7 +88,6 @@ def _entry(source: DataSource, name: str, check: Check | None) -> Rows:
 
 
 def _file(name: str, field: str, check: Check | None) -> Rows:
-    """Return the rows of one file. Raises DataError, Unreadable."""
     path = Path(name)
     try:
         match path.suffix:
@@ -115,7 +114,6 @@ def _check_table(rows: TableRows, check: Check, where: str) -> None:
 
 
 MAX_CELL = 64 << 20
-"""Largest number of characters in one cell."""
 TRUTH = re.compile(r"true|false", re.IGNORECASE)
 Conversion = Callable[[str], Any]
 """Takes the text of a cell and returns the cell's value; None if this conversion does not apply."""
@@ -172,7 +170,6 @@ def _checked_names(path: Path, names: list[str]) -> list[str]:
 
 
 def _converters(path: Path) -> list[tuple[str, Conversion]]:
-    """Return each column with the conversion of its cells."""
     lines = _lines(path, header=True)
     names = next(lines, (0, []))[1]
     conversions: list[list[Conversion]] = [[_number, _number_text, _truth] for _ in names]

@@ -198,7 +198,7 @@ Tables = Callable[[], Iterator["pa.Table"]]
 
 THREAD_NAME = "stream"
 RETRY_S = 5.0
-"""Seconds until a block that could not be read is retried."""
+"""Seconds after which a block that could not be read is tried again."""
 
 log = logging.getLogger(__name__)
 
@@ -295,14 +295,12 @@ class StreamedRows:
 
 
 class _Block:
-    """Rows that a thread is reading, or has read."""
-
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.rows = rows
         self.order: npt.NDArray[np.int64] | None = None
         self.fault: Exception | None = None
         self.failed_s = 0.0
-        """Time of the fault, on the monotonic clock."""
+        """Time of the failure, in seconds of the monotonic clock."""
         self.done = threading.Event()
 
     def start(self, read: Callable[[], Sequence[Row]]) -> None:
@@ -355,7 +353,6 @@ class _Tables:
         return found
 
     def _next(self) -> pa.Table:
-        """Return the rest of the last table, or the next one."""
         if self._rest is not None:
             table, self._rest = self._rest, None
             return table

@@ -31,12 +31,9 @@ ANCHORS = ("\n", "a", ".", "0")
 
 
 class _Ends(NamedTuple):
-    """Conditions that end sampling."""
-
     ids: frozenset[int]
     """Ids of the tokens that end sampling, in addition to the tokenizer's end of sequence."""
     by_text: bool
-    """True if stop strings end sampling too."""
 
 
 _ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()

@@ -191,7 +191,6 @@ class TraceGroups:
         self._rows, self.fingerprint = rows, rows.fingerprint
         self.left_out: Counter[str] = Counter()
         self.formats: Counter[str] = Counter()
-        """For each format, the number of traces in groups."""
         members: dict[bytes, list[tuple[int, float]]] = {}
         formats: dict[int, str] = {}
         for index in range(len(rows)):

@@ -24,7 +24,7 @@ REMEDY = "write 64 hexadecimal digits, such as `openssl rand -hex 32` prints"
 
 
 class StorageKey:
-    """One key. Its `repr` has only its name."""
+    """A storage key, whose `repr` has only the key's name."""
 
     def __init__(self, secret: bytes):
         """`secret` has 32 bytes. Raises InvalidInput for any other length."""

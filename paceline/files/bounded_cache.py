@@ -42,7 +42,7 @@ class HeldFolder:
         self._lock: int | None = lock
 
     def close(self) -> None:
-        """Allow the folder's removal."""
+        """Release the folder, so that another process may remove it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -56,7 +56,7 @@ class HeldFolder:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """Content of a cache, and its variables: `PACELINE_<NAME>_CACHE` (folder), `…_CACHE_MB` (size)."""
+    """Content of a cache. PACELINE_<NAME>_CACHE sets the cache's folder, PACELINE_<NAME>_CACHE_MB the cache's size."""
 
     name: str
     """Name of an entry in messages and variables, such as `bundle`."""
@@ -305,7 +305,7 @@ def _version(entry: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _mark(path: Path, hashed_bytes: int) -> list[int | str]:
-    """Return the stamp that shows whether a copy was changed."""
+    """Return a copy's stamp: size and content's digest, or for a large copy size and modification time."""
     status = path.stat()
     if status.st_size > hashed_bytes:
         return [status.st_size, status.st_mtime_ns]

@@ -69,7 +69,7 @@ class LineReader:
     `read`. The file stays open, so its lines do not change if another file replaces it."""
 
     def __init__(self, path: Path, key: StorageKey | None):
-        """Raises WrongKey for a file that was encrypted with another key than this process's, and OSError."""
+        """Raises OSError; WrongKey for a file that is encrypted with another key than this process has."""
         self._name = str(path)
         self._file = open_data(path)
         try:

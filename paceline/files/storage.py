@@ -65,7 +65,6 @@ class Folder:
     """One folder. It need not exist: in a store without folders it exists once it has a file."""
 
     def __init__(self, url: str | os.PathLike[str]):
-        """Raises SpecError as `open_url` does."""
         self.url = os.fspath(url).rstrip("/") or "/"
         self._store, self._path = open_url(self.url, "the storage")
         self.local = Path(self._path) if is_local(self._store) else None

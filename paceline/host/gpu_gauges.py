@@ -94,7 +94,6 @@ class GpuReader:
         return events if registered else None
 
     def _take_errors(self) -> None:
-        """Count the Xid errors since the last call."""
         wait = getattr(self._nvml, "nvmlEventSetWait_v2", None) or self._nvml.nvmlEventSetWait
         while self._events is not None:
             try:
@@ -114,8 +113,6 @@ class GpuReader:
 
 
 class GpuSampler:
-    """Polls a reader in a thread."""
-
     def __init__(
         self, open_reader: Callable[[], GpuReader | None], interval_s: float = INTERVAL_S, stale_s: float = STALE_S
     ):

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class PageLocks:
-    """Locked ranges of one mapping. One thread at a time."""
+    """Locked ranges of one mapping of memory. Not for several threads at once."""
 
     def __init__(self, runtime: Any = None) -> None:
         """`runtime` has the two calls of the CUDA runtime; 0 is success."""

@@ -53,7 +53,6 @@ def _value_of(name: str, text: str) -> int:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3)."""
 LARGE_TENSOR_BYTES = 8 << 20
 
 

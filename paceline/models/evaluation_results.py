@@ -31,16 +31,12 @@ class _Metric(BaseModel):
 
 
 class _Result(BaseModel):
-    """Required fields of a result."""
-
     model_config = ConfigDict(strict=True)
     metrics: dict[str, _Metric]
     digests: dict[str, Any]
 
 
 class _Sample(BaseModel):
-    """Required fields of a line of the samples."""
-
     model_config = ConfigDict(strict=True)
     problem: str
     reward: Number | None

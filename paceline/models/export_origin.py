@@ -20,7 +20,6 @@ class Origin(BaseModel):
     session: int
     """Session of the learner that trained the last step."""
     step: int
-    """Number of trained steps."""
     chain: str
     """Hash chain over the run's batches up to that step; empty for a run on examples."""
     spec_sha256: str

@@ -43,8 +43,9 @@ def resolved_dtype(precision: str, device_type: str) -> str:
 
 
 def check_head(config: Any, name: str) -> None:
-    """Raise InvalidInput if a model's logits are more than the product of hidden states and a matrix, because their
-    log-probabilities would be wrong without an error. `config` is transformers' config, `name` the spec's name."""
+    """Raise InvalidInput if a model's logits are more than the product of hidden states and a matrix, because
+    log-probabilities of the product alone would be wrong without an error. `config` is transformers' config, `name`
+    the spec's name."""
     text = config.get_text_config()
     for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
         value = getattr(text, key, None)

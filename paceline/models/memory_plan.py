@@ -47,7 +47,7 @@ class Room:
 class Load:
     device: str
     parts: Mapping[str, int]
-    """For each purpose, its bytes."""
+    """Bytes of each purpose on the device."""
     room_bytes: int | None
 
     @property
@@ -62,8 +62,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """Loads of all kinds of devices of a run."""
-
     estimate: Estimate
     mesh: MeshShape
     loads: tuple[Load, ...]
@@ -72,7 +70,6 @@ class Plan:
 
     @property
     def learner_fits(self) -> bool:
-        """Return whether the load fits on the learner's devices."""
         return all(load.fits for load in self.loads if "learner" in load.device or load.device == HOST)
 
     @property

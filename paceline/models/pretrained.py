@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SCORE = "score.weight"
-"""Head with one score; a reward model may start without it."""
+"""Name of the head with one score, which the files of a new reward model may lack."""
 NAMES_SHOWN = 3
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 UNUSED = re.compile(r"(^|\.)((mtp|mtp_layers|v_head)\.|attn\.masked_bias$|rotary_emb\.(cos|sin)_cached$)")
@@ -104,7 +104,7 @@ def _check_weights(model: Any, files: WeightFiles, what: str, begins: bool) -> N
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return one list for each parameter that has several names, with these names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -146,8 +146,8 @@ class _Header:
 
 
 def read_state(model: Any, tensors: Mapping[str, Any], device: Any, *, view: Any = None) -> Any:
-    """Fill `model` on `device` by transformers' mapping of the files' names and layouts; return its report. `view` is
-    the model under the files' names (None: itself)."""
+    """Fill `model` on `device` by transformers' mapping of the files' names and layouts; return transformers' report.
+    `view` is the model under the files' names (None: `model`)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -165,7 +165,7 @@ def read_state(model: Any, tensors: Mapping[str, Any], device: Any, *, view: Any
 
 @contextlib.contextmanager
 def _without_progress() -> Iterator[None]:
-    """Disable progress bars, because the block takes no time."""
+    """Disable transformers' progress bars within the block, which takes no time."""
     from transformers.utils import logging
 
     bars: Any = logging
@@ -203,7 +203,7 @@ def _used(names: Iterable[str]) -> set[str]:
 
 
 def _stored_name(model: Any, name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return a parameter's name in the files; those of a base model lack its prefix."""
+    """Return a parameter's name in the files, where the names of a base model lack the model's prefix."""
     names = (name, name.removeprefix(f"{model.base_model_prefix}."))
     return next((found for found in names if found in tensors), None)
 
@@ -218,7 +218,6 @@ def _refuse_scaled(tensors: Mapping[str, StoredTensor], place: str, what: str) -
 
 
 def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise InvalidInput for missing and for unexpected tensors."""
     lacking, extra = sorted(missing), sorted(unexpected)
     if not lacking and not extra:
         return

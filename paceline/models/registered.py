@@ -20,7 +20,7 @@ CHAMPION = "champion"
 
 
 class Reference(NamedTuple):
-    """A model, alone or with a version or an alias."""
+    """Name of a registered model, alone or with a version or an alias."""
 
     name: str
     version: int = 0

@@ -27,19 +27,19 @@ class ModelShape:
     vocabulary: int
     parameters: int
     adapted_rows: int
-    """Σ (inputs + outputs) of all linear layers below the head; multiplied by the rank, it is the size of a LoRA adapter."""
+    """Σ (inputs + outputs) of all linear layers below the head. The rank times this is the size of a LoRA adapter."""
     layer_parameters: int
-    """Parameters of one decoder layer."""
+    """Number of parameters of one decoder layer."""
     tied: bool = True
     """True if the head shares the embedding's matrix."""
     experts_per_token: int = 0
-    """Experts that a token passes through; 0 for a dense MLP."""
+    """Number of experts that a token passes through; 0 for a dense MLP."""
     heads: int = 1
     key_value_heads: int = 1
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding; an untied head has as many."""
+        """Number of parameters of the embedding; an untied head has the same number."""
         return self.vocabulary * self.hidden
 
 
@@ -115,7 +115,7 @@ HOST_SHARE = 0.7
 
 
 class MeshShape(NamedTuple):
-    """Sizes of the mesh; their product is the number of ranks."""
+    """Sizes of the dimensions of the mesh; the product of the sizes is the number of ranks."""
 
     replicate: int
     shard: int

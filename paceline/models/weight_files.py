@@ -182,7 +182,6 @@ class RangedFile:
         return raw
 
     def damaged(self, reason: str) -> InvalidInput:
-        """Return the error for a file that is not valid safetensors."""
         return InvalidInput(f"{self._what}: {self.path} is damaged: {reason}; copy it again")
 
     def close(self) -> None:
@@ -221,7 +220,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Offset of its first byte in the file."""
+    """Offset in bytes of the tensor's first byte in the file."""
 
     @property
     def size_bytes(self) -> int:
@@ -271,7 +270,7 @@ def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _files_of_index(path: Path, what: str) -> dict[str, list[str]]:
-    """Return the tensors of each file that an index names."""
+    """Maps each file that an index names to the names of the file's tensors."""
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         files: dict[str, list[str]] = {}

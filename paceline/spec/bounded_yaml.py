@@ -86,7 +86,7 @@ class BoundedLoader(StepwiseLoader):
         self._clock, self._until_s = clock, clock() + MAX_READ_S
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Count levels and values before they are built."""
+        """Count levels and values of a text before they are built. Raises SpecError beyond a limit."""
         event: Any = self.peek_event()
         place = f"line {event.start_mark.line + 1}"
         self._check_time(place)
@@ -112,7 +112,7 @@ class BoundedLoader(StepwiseLoader):
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Check the time before each value."""
+        """Check the time limit before each value. Raises SpecError."""
         self._check_time(f"line {node.start_mark.line + 1}")
         return super().construct_object(node, deep)
 

@@ -270,7 +270,7 @@ def _word(value: Any) -> str:
 MAX_LETTERS = 64
 """Longer words are not compared, because the time grows with the product of the lengths."""
 MAX_GUESSES = 3
-"""With more candidates than this, none is suggested."""
+"""Largest number of names that are suggested for one word."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> list[str]:

@@ -32,7 +32,7 @@ _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 @dataclass(frozen=True)
 class Key:
     path: str
-    """Dotted name from the top."""
+    """Dotted name from the top of the spec, such as `policy.optimizer.lr`."""
     field: FieldInfo
     section: type[BaseModel] | None
     """Class of the section that the key opens; None for a value."""
@@ -45,7 +45,7 @@ class Key:
 
     @property
     def type_text(self) -> str:
-        """The type in words, with bounds: `integer > 0`."""
+        """The type in words with bounds, such as `integer > 0`."""
         if self.section is not None:
             return "list of sections" if get_origin(self.field.annotation) is tuple else "section"
         return _words(self.field.annotation, self.field.metadata)

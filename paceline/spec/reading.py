@@ -162,7 +162,7 @@ def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
 
 
 def _remove_unknown(tree: dict[str, Any]) -> list[str]:
-    """Remove from `tree` unknown keys and unknown kinds of trackers; return them, dotted."""
+    """Remove unknown keys and unknown kinds of trackers from `tree`; return their dotted names."""
     try:
         RunSpec.model_validate(tree)
     except ValidationError as error:
@@ -361,7 +361,6 @@ def code_paths(spec: RunSpec) -> dict[str, str]:
 
 
 def file_of(code: str) -> str:
-    """Return the file of a `file:name`."""
     return code.rpartition(":")[0]
 
 

@@ -176,7 +176,7 @@ def _pem_of_key(key: EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Replace a file, which has its mode from the start."""
+    """Replace a file whole; the new file has `mode` before it has any content."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -22,8 +22,6 @@ WORKER_HOST = "worker.paceline.internal"
 
 @dataclass(frozen=True)
 class Identity:
-    """The holder of a certificate."""
-
     name: str
     role: str
 
@@ -33,7 +31,7 @@ class Certificate:
     """The first certificate of a PEM text."""
 
     name: str
-    """Common name; empty without one."""
+    """Common name; empty if the certificate has none."""
     organizations: tuple[str, ...]
     hosts: tuple[str, ...]
     """DNS names and IP addresses for which the certificate is valid."""

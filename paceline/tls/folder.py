@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Material:
-    """Certificates and key of a folder."""
-
     authority: bytes
     """PEM of the trusted authorities."""
     certificate: bytes = b""
@@ -115,7 +113,7 @@ def tls_folder(path: str | os.PathLike[str] | None = None) -> TlsFolder | None:
 
 
 class ResetSafeSocket(ssl.SSLSocket):
-    """`SSLContext.sslsocket_class` that closes itself, which `wrap_socket` omits if the peer has reset the connection."""
+    """Socket class for an SSLContext. Closes itself if the peer resets the connection, which `wrap_socket` does not."""
 
     def __del__(self) -> None:
         self.close()

@@ -32,7 +32,6 @@ from paceline.host.landlock import (
 )
 
 NAMED_FOLDERS = 3
-"""Largest number of folders that a sentence names."""
 
 
 def why_no_isolation() -> str:
@@ -56,12 +55,12 @@ class Box:
 
     @classmethod
     def read(cls, text: str) -> Box:
-        """Return the box whose `text()` is `text`."""
+        """Return the box that `Box.text` has written as `text`."""
         values = json.loads(text)
         return cls(tuple(values["hidden"]), tuple(values["shown"]), tuple(values["kept"]))
 
     def text(self) -> str:
-        """Return this box as the argument of a process."""
+        """Return the box as text for the process's command line."""
         return json.dumps(asdict(self))
 
     def close(self) -> None:
@@ -131,7 +130,7 @@ def why_refused(error: BaseException, box: Box | None = None) -> str:
 
 
 def open_paths(hidden: Iterable[str]) -> Iterator[str]:
-    """Yield paths that cover everything but `hidden`: the entries beside each hidden path and its parents."""
+    """Yield paths that cover everything but `hidden`: the entries beside each hidden path, and beside its parents."""
     return _beside({Path(path) for path in hidden})
 
 

@@ -16,7 +16,7 @@ NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_S
 
 
 class ProcessTimeout(PacelineError):
-    """No answer within the time limit."""
+    """The process gave no answer within its time limit."""
 
     starved = False
     """True if the process was always runnable but hardly got a processor (or its disk): no fault of the user code."""

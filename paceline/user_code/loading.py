@@ -69,7 +69,7 @@ class NeighbourFinder(PathFinder):
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the module of that name in one of the folders; None for a module inside a package."""
+        """Return the spec of the module `fullname` beside a user's file; None for a module inside a package."""
         return super().find_spec(fullname, cls.folders, target) if path is None else None
 
 

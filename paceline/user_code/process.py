@@ -84,7 +84,7 @@ class _Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id, from the start on; None without a process."""
+        """Id of the process in use; None without one."""
         return self._process.pid if self._process is not None else None
 
     async def _connected(self) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
@@ -217,7 +217,6 @@ class SharedProcess(_Child):
         self.last_id = 0
         """Id of the newest message that was sent."""
         self.num_answered = 0
-        """Number of replies until now."""
 
     @property
     def usable(self) -> bool:

@@ -51,7 +51,7 @@ class TemporaryFolder:
     """A new folder that belongs to this process until `remove`."""
 
     def __init__(self, parent: Path):
-        """Raises OSError if there is no room."""
+        """Raises OSError if the disk has no room."""
         self.path = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=parent)
         try:
             self._lock = os.open(self.path, FOLDER_FLAGS)
@@ -99,7 +99,6 @@ def _remove(path: str) -> None:
 VARIABLE = "PACELINE_REQUIRE_ISOLATION"
 ANSWERS_VARIABLE = "PACELINE_ANSWER_CACHE_MB"
 ROOT = str(Path(__file__).resolve().parents[2])
-"""Folder with the packages of this project."""
 CREDENTIALS = (
     "~/.ssh",
     "~/.aws",
@@ -208,7 +207,6 @@ def secret_paths() -> Iterator[Path]:
 
 
 def bundles_folder() -> Path:
-    """Return the folder of unpacked bundles of all runs."""
     return KIND.of_user("bundles").folder.resolve()
 
 

@@ -81,12 +81,12 @@ Filter = Callable[[Any, Row], str]
 
 
 def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter:
-    """Leave out prompts of more than `most` units."""
+    """Return a filter that leaves out prompts of more than `most` units."""
     return lambda prompt, row: f"prompt of more than {most} {unit}" if length(prompt, row) > most else ""
 
 
 def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
-    """Leave out prompts that share at least `share` of their n-grams with one of the named evaluation sets."""
+    """Return a filter for prompts that share at least `share` of their n-grams with one of the named evaluation sets."""
 
     def check(prompt: Any, row: Row) -> str:
         text = text_of(prompt)
@@ -109,7 +109,7 @@ def by_pass_rate(rates: Mapping[bytes, float], low: float, high: float) -> Filte
 
 
 def pass_rates(attempts: Iterable[tuple[Any, Iterable[float]]], passed_at: float) -> dict[bytes, float]:
-    """Return, by the `key_of` each prompt, the share of its completions in all runs that reach the reward `passed_at`."""
+    """Map the `key_of` each prompt to the share of completions, over all runs, with a reward of `passed_at` or more."""
     counts: dict[bytes, tuple[int, int]] = {}
     for prompt, rewards in attempts:
         known = [reward for reward in rewards if reward == reward]  # NaN: nothing scored it
@@ -128,8 +128,8 @@ STEMS = ("test", "eval", "validation", "valid", "dev")
 
 
 def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:
-    """Return a mapping from the name of each evaluation set of a spec to its rows. `prepared` is the spec after its
-    preparation, so that its validation data have the columns of its training data. Raises DataError, Unreadable."""
+    """Return the rows of each evaluation set of a spec by the set's name. `prepared` is the spec after its preparation,
+    so that its validation data have the columns of its training data. Raises DataError, Unreadable."""
     found: dict[str, Rows] = {}
     if spec.data.validation is not None and spec.data.validation != spec.data.train:
         found["data.validation"] = open_source(prepared.data.source(validation=True))

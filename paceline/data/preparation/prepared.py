@@ -36,8 +36,6 @@ Row = dict[str, Any]
 
 @dataclass
 class PreparedSet:
-    """One of the spec's data sets, prepared."""
-
     paths: list[Path] = field(default_factory=list)
     """One file for each entry of a list of data sets, in its order."""
     rows: int = 0
@@ -165,7 +163,7 @@ async def _processed(rows: Rows, function: str | None, timeout_s: float) -> Asyn
 
 
 BATCH_ROWS = 256
-"""Number of rows in one call of the process."""
+"""Number of rows in one call of the process, for which `timeout_s` is the limit."""
 START_TIMEOUT_S = 120.0
 
 
@@ -173,7 +171,6 @@ class Processor:
     """Runs the function `path/to/file.py:name` in a process. An async context manager."""
 
     def __init__(self, function: str, timeout_s: float) -> None:
-        """`timeout_s` is the limit for `BATCH_ROWS` rows."""
         self._function, self._timeout_s = function, timeout_s
         self._process = UserProcess(
             "paceline.data.preparation.processor_child",

@@ -44,14 +44,14 @@ class ForeignName:
     place: str = ""
     """For a whole section: the section of our spec with the same keys, as a clause."""
     values: Mapping[Any, Any] | None = None
-    """The library's values with ours, if they differ."""
+    """Maps the library's values to ours, if they differ."""
     rule: Rule = ""
     """Conversion by `paceline import`: unchanged, computed from several values, or by hand."""
 
 
 @cache
 def table(library: str) -> dict[str, ForeignName]:
-    """Return the entries of the table `name`, one of TABLES."""
+    """Return the entries of a library's table by name; `library` is one of TABLES."""
     tree = _read(f"{library}.yaml")
     entries = {}
     for name, entry in tree["names"].items():

@@ -97,7 +97,8 @@ class GrpoSection(AlgorithmSection):
     overlong_filtering: bool = False
     """If true, a completion cut off at its token limit trains nothing, but its reward stays in the group's baseline."""
     use_dynamic_sampling: bool = False
-    """Drop groups in which no completion has an advantage, as with equal rewards, and admit others instead."""
+    """Drop groups in which no completion has an advantage, such as those with equal rewards, and admit others instead.
+    """
     max_generation_batches: PositiveInt = 10
     """Pause the run after this many batches of dropped groups in a row, or two if all failures have one cause."""
     max_generation_failures: PositiveInt = 3

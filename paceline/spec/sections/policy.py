@@ -223,7 +223,8 @@ class GenerationSection(Section):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the tokenizer's end of sequence."""
     stop_strings: Annotated[tuple[StopString, ...], Field(max_length=16)] = ()
-    """Strings that end a completion at the token that completes one of them; its text ends with the string."""
+    """Strings that end a completion at the token that completes a string; the completion's text ends with the string.
+    """
     allow_biased_sampling: bool = False
     """Accept top_p, top_k, min_p, min_new_tokens, repetition_penalty; the learner's log-probabilities ignore them."""
     max_batch_size: PositiveInt | Literal["auto"] = "auto"

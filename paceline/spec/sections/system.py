@@ -126,8 +126,7 @@ class WeightsSection(Section):
     """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
-    """After this many deltas a version is stored in full again. It is stored in full earlier if the deltas since the
-    last full version together have more bytes than that version."""
+    """Store a version in full after this many deltas, or once they have more bytes than the last full version."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
