@@ -271,7 +271,7 @@ def _others_are_equal(rewards_N: Float64Array) -> np.ndarray:
 
 
 def _leave_one_out_std(values_N: Float64Array) -> Float64Array:
-    """Return, for each value, the sample std of the other values; 0 if there is only one other value."""
+    """Return [N] the sample std of all values but the one at each index; zeros for fewer than three values."""
     n = len(values_N)
     if n < 3:
         return np.zeros(n)

@@ -95,7 +95,7 @@ def encode_rows(prompt_ids: IntArray, completions: Sequence[Completion], rows: R
 
 
 class RowArrays(NamedTuple):
-    """Arrays of the transcripts of a group with an environment, as views into its payload frame."""
+    """Arrays of the transcripts of a group with an environment, as views into the group's payload frame."""
 
     prompt_lengths: IntArray
     row_samples: IntArray

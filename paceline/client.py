@@ -82,7 +82,7 @@ class Event:
     kind: str
     """`state`, `step`, `evaluation`, `member`, `checkpoint`, `session` or `warning`."""
     content: dict[str, Any]
-    """Details of the event; for a step its metrics by name."""
+    """Details of the event; for a step, the step's metrics by name."""
 
 
 class Client(Connection):
@@ -139,7 +139,7 @@ class Client(Connection):
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
-        """Retry until the coordinator has opened the data set, which it does once, because a download may take long."""
+        """Retry the call until the coordinator has opened the data set, once for all calls; a download may be long."""
         import grpc
 
         started_s = time.monotonic()
@@ -171,7 +171,7 @@ class Client(Connection):
             return self._send_bundle(collect(spec, prepared=prepared.files), wait_s)
 
     def _send_bundle(self, bundle: Bundle, wait_s: float | None = None) -> str:
-        """Send a run's files; return the digest that names them, empty if there are none."""
+        """Send a run's files; return the digest of the bundle, empty if the bundle has no files."""
         from paceline.calls.bundle_transfer import send
 
         for warning in bundle.warnings:
@@ -213,7 +213,7 @@ class Client(Connection):
         return self._run("Resume", run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
 
     def _corrected_bundle(self, run: Run) -> str:
-        """Send the current files of a run's bundle; return the digest, empty for a run that keeps its bundle."""
+        """Send the current files of a run's bundle; return the new digest, empty if the run keeps its bundle."""
         from paceline.bundle.collecting import collect_again
         from paceline.calls.bundle_transfer import fetch_manifest
         from paceline.spec.reading import spec_of_run

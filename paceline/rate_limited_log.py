@@ -42,7 +42,7 @@ class RateLimitedLog:
 
 
 class SeldomFilter(logging.Filter):
-    """Passes each text of a library's logger, before its arguments are inserted, once in `interval_s`."""
+    """Passes each text of a library's log, without the text's arguments, once in `interval_s`."""
 
     def __init__(self, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic):
         super().__init__()

@@ -45,7 +45,7 @@ class RecordedEvent(NamedTuple):
     kind: str
     content: dict[str, Any]
     at_step: int
-    """Step at which it happened."""
+    """Step at which the event happened."""
 
 
 class Records:
@@ -264,7 +264,7 @@ class Records:
 
 
 def missing_samples(records: Records, run_id: str, step: int) -> NotFound:
-    """Return why a step lacks samples: it has no batch, they were not kept, or they cannot be read. Raises NotFound."""
+    """Return why a step lacks samples: no batch, samples that were not kept or are unreadable. Raises NotFound."""
     from paceline.spec.reading import spec_of_run
 
     steps = [batch.step for batch in records.batches(run_id)]

@@ -29,7 +29,7 @@ def step_traceparent(run_id: str, step: int) -> str:
 
 
 def version_traceparent(run_id: str, version_step: int) -> str:
-    """Return the trace context of a version of the weights, which is the context of the step that made it."""
+    """Return the trace context of a version of the weights: the context of the step that made the version."""
     return step_traceparent(run_id, max(0, version_step - 1))
 
 
@@ -76,7 +76,7 @@ def shut_down_tracing() -> None:
 
 @contextmanager
 def span(name: str, traceparent: str = "", **attributes: str | int | float) -> Iterator[trace.Span]:
-    """Open a span below `traceparent`, or below the current one; a no-op if no provider is set."""
+    """Open a span below `traceparent`, or below the current span; do nothing if no tracer provider is set."""
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         yield trace.INVALID_SPAN
         return

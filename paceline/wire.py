@@ -36,7 +36,7 @@ from paceline.v1 import exchange_pb2 as pb
 PROTOCOL = 4
 """Version of the exchange's messages and of the worker stream."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Largest frame that a socket accepts; ZeroMQ closes the connection of a sender that exceeds it."""
+"""Largest frame in bytes that a socket accepts; ZeroMQ closes the connection of a sender of a larger frame."""
 MAX_VERSION = 2**31 - 1
 """Largest session and step of a version: the learner keeps them in 32 bits."""
 
@@ -44,7 +44,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
-    """Return the protobuf message in `frame`. Raises WireError if it is truncated or foreign."""
+    """Return the protobuf message in `frame`. Raises WireError if the frame is truncated or foreign."""
     try:
         return kind.FromString(frame)  # type: ignore[arg-type]  # it takes any buffer
     except DecodeError as error:
@@ -89,7 +89,7 @@ def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion], 
 
 
 class CompletionArrays(NamedTuple):
-    """Arrays of a group's payload frame, as views into it (`exchange.proto`, GroupResult)."""
+    """Arrays of a group's payload frame, as views into the frame (`exchange.proto`, GroupResult)."""
 
     prompt_ids: IntArray
     token_ids: IntArray
@@ -128,7 +128,7 @@ def decode_completions(
 def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Return prompt tokens (of the first transcript) and completions or transcripts. Raises WireError unless all match."""
+    """Return prompt tokens (the first transcript's) and completions or transcripts. Raises WireError for a mismatch."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
@@ -248,7 +248,7 @@ class TurnArrays(NamedTuple):
     row: int
     """Index of the transcript that the turn extends; an index one above the last begins a new transcript."""
     context_ids: IntArray
-    """[K] tokens that the model reads before it samples; in a new transcript, its prompt."""
+    """[K] tokens that the model reads before it samples; in a new transcript, the transcript's prompt."""
     token_ids: IntArray
     """[T] sampled tokens, at least one."""
     logprobs: FloatArray

@@ -41,7 +41,7 @@ class BundleCache:
 
 
 def _is_whole(root: Path, manifest: Manifest, key: StorageKey | None) -> bool:
-    """Return whether every file has its digest and is encrypted if it must be."""
+    """Return whether every file has the digest in the manifest and, if it is data and there is a key, is encrypted."""
     return root.is_dir() and all(
         _digest_of(root / file.path, key is not None and file.kind == "data") == file.sha256 for file in manifest.files
     )
@@ -60,7 +60,7 @@ def _digest_of(path: Path, encrypted: bool) -> str:
 
 
 def _write(path: Path, file: BundledFile, chunks: Iterable[bytes], key: StorageKey | None) -> None:
-    """Write a file. Raises Unreadable if its content has another digest."""
+    """Write `chunks` to a file. Raises Unreadable if the content's digest differs from the manifest's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with path.open("xb") if key is None or file.kind != "data" else encrypting(path, key) as out:

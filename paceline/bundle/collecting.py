@@ -38,14 +38,14 @@ NONE_PREPARED: Mapping[str, Sequence[Path]] = MappingProxyType({})
 class Bundle:
     manifest: Manifest
     sources: dict[str, Path]
-    """For each digest, the path of one file that has this digest."""
+    """Maps each SHA-256 in the manifest to the path of a file with this digest."""
     warnings: tuple[str, ...] = ()
     """Sentences about files that the run may need and the bundle lacks."""
 
 
 @dataclass
 class _Found:
-    """Files by their path in the bundle, each with the field that named it."""
+    """Files of a spec by path in the bundle, each with the field of the spec that named the file."""
 
     spec: RunSpec
     files: dict[str, tuple[Kind, str, Path]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def collect(
 
 
 def _add_code(found: _Found) -> list[str]:
-    """Add the run's code and the modules beside it that it imports; return warnings."""
+    """Add the run's files of code and the modules beside these files that they import; return warnings."""
     spec, others, warnings = found.spec, dict[str, Path](), []
     for name, code in code_paths(spec).items():
         file = file_of(code)
@@ -210,7 +210,7 @@ def _inside(name: str, path: Path, folder: Path) -> str:
 
 
 def _checked_size(name: str, path: Path) -> int:
-    """Return the size of a file. Raises SpecError for one that cannot be read as a file."""
+    """Return the size of a file in bytes. Raises SpecError if the path is not a readable file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -228,7 +228,7 @@ def _unreadable(name: str, path: Path, error: OSError) -> SpecError:
 
 
 def _digested(bundled: str, kind: Kind, name: str, path: Path) -> BundledFile:
-    """Return a file with its digest. Raises SpecError when it cannot be read, or is changed meanwhile."""
+    """Return the manifest's entry for a file. Raises SpecError if the file cannot be read or is changed meanwhile."""
     try:
         with path.open("rb") as source:
             sha256 = hashlib.file_digest(source, "sha256").hexdigest()

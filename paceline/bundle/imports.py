@@ -64,7 +64,7 @@ def _names_a_file(folder: Path, text: str) -> bool:
 
 
 def _parsed(file: Path) -> ast.Module:
-    """Return the tree of a file; an empty one when it cannot be parsed."""
+    """Return the syntax tree of a file; an empty tree if the file cannot be parsed."""
     empty = ast.Module(body=[], type_ignores=[])
     if file.stat().st_size > MAX_SOURCE_BYTES:
         return empty
@@ -123,7 +123,7 @@ DISTRIBUTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check_requirements(requirements: Sequence[str]) -> None:
-    """Raise Unreadable with the modules that this process cannot import. A check of `a.b` imports the parent `a` alone."""
+    """Raise Unreadable with the modules that this process cannot import. The check of `a.b` imports only `a`."""
     missing = [name for name in requirements if not _is_there(name)]
     if missing:
         raise Unreadable(

@@ -75,7 +75,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of `text` in hexadecimal; it names the bundle."""
+        """SHA-256 of `text` in hexadecimal, which names the bundle."""
         return hashlib.sha256(self.text).hexdigest()
 
     @property

@@ -17,7 +17,7 @@ def pause_after(failures: int, first_s: float, longest_s: float) -> float:
 
 
 class ExponentialBackoff:
-    """Counts failures. The pause takes `first_s` at first and is doubled after each further failure, up to `longest_s`."""
+    """Counts failures. The pause is `first_s` at first, and doubles with each further failure, up to `longest_s`."""
 
     def __init__(self, first_s: float = FIRST_S, longest_s: float = LONGEST_S):
         self._first_s, self._longest_s = first_s, longest_s
@@ -48,7 +48,7 @@ def to_header(seconds: float) -> dict[str, str]:
 
 
 def from_error(error: Any) -> float | None:
-    """Return the hint of a gRPC error in seconds, at most MAX_S; None without one."""
+    """Return the retry hint of a gRPC error in seconds, at most MAX_S; None if the error has no hint."""
     trailing = getattr(error, "trailing_metadata", lambda: None)() or ()
     value = str(dict(trailing).get(KEY, ""))
     return min(int(value) / 1000, MAX_S) if value.isascii() and value.isdigit() and len(value) < 10 else None

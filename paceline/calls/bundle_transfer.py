@@ -151,7 +151,7 @@ def fetch(channel: grpc.Channel, sha256: str, size: int, patience_s: float = PAT
 
 
 def fetch_manifest(channel: grpc.Channel, digest: str) -> Manifest:
-    """Return a bundle's manifest. Raises NotFound, Unavailable; Unreadable if it has another digest."""
+    """Return a bundle's manifest. Raises NotFound, Unavailable; Unreadable if the manifest's digest is another."""
     text = b"".join(fetch(channel, digest, 0))
     manifest = Manifest.read(text)
     if manifest.digest != digest:

@@ -129,7 +129,7 @@ class Connection:
         self._channel = self._channel_to(address)
 
     def close(self) -> None:
-        """End all running calls, in every thread; they raise Unavailable."""
+        """End the running calls of all threads; each of these calls raises Unavailable."""
         self._closed.set()
         self._channel.close()
 

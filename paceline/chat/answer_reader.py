@@ -171,7 +171,7 @@ class AnswerReader:
         return False
 
     def _read_marked(self, end: int, parts: list[AnswerPart]) -> bool:
-        """Parse the held text up to `end` as a call; return whether it is one."""
+        """Parse the held text up to `end` as a call; return whether this text is a call."""
         try:
             call = read_marked_call(self._held[:end], self.tools)
         except MalformedCall as error:
@@ -211,7 +211,7 @@ class AnswerReader:
         self._searched, self._fault, self._is_open = 0, "", False
 
     def _give(self, parts: list[AnswerPart], text: str, keep: int, *, reasoning: bool = False) -> None:
-        """Return `text` without its last `keep` characters, which are held."""
+        """Add `text` to `parts`, but hold the last `keep` characters of the text."""
         certain = text[: len(text) - keep]
         self._held = text[len(text) - keep :]
         if certain:

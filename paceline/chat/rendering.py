@@ -213,7 +213,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the template; several templates of one tokenizer are joined."""
+        """Text of the tokenizer's chat template; if the tokenizer has several templates, their texts joined."""
         template = self.tokenizer.chat_template
         return json.dumps(template) if isinstance(template, dict) else str(template or "")
 
@@ -269,7 +269,7 @@ class ChatTemplate:
         return proofs.answer_format
 
     def opens_reasoning(self, prompt_ids: IntArray, messages: Sequence[Json] = ()) -> bool:
-        """Return whether an answer begins within reasoning, opened by the template or by the message that it continues."""
+        """Return whether an answer begins within reasoning, which the template or the continued message opened."""
         if not self.answer_format.reasons:
             return False
         if messages and messages[-1]["role"] == "assistant":
@@ -297,7 +297,7 @@ class ChatTemplate:
         )
 
     def _proves(self, role: str, name: str, proof: Callable[[], bool], final: bool = False) -> bool:
-        """Return whether a field is rendered. A `final` proof ignores the request, so a negative result is cached too."""
+        """Return whether a field is rendered. A `final` proof ignores the request: a negative result is cached too."""
         cached = self._proofs().rendered
         if (role, name) in cached:
             return cached[role, name]

@@ -49,7 +49,7 @@ class Demonstration(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """One prompt with a better completion and at least one worse."""
+    """One prompt with a better completion and at least one worse completion."""
 
     prompt: Any
     chosen: Any
@@ -219,7 +219,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
 
 
 def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
-    """Return completions without the prompt's messages, if all begin with them (HuggingFaceH4/ultrafeedback_binarized)."""
+    """Return completions without the prompt, if all begin with the prompt (HuggingFaceH4/ultrafeedback_binarized)."""
     if not all(are_messages(each) and not fault_of_messages(each) for each in whole):
         return whole
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain(prompt)

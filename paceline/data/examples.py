@@ -78,7 +78,7 @@ def check_example(spec: RunSpec) -> RowCheck:
 
 
 def _explained(spec: RunSpec, read: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
-    """Return a check that `read` accepts a row with its tools. Another algorithm's format is refused by name."""
+    """Return a check that `read` accepts a row and the row's tools. Another algorithm's format is refused by name."""
 
     def check(row: dict[str, Any]) -> None:
         try:
@@ -160,7 +160,7 @@ class UnpairedRows:
 
     @property
     def first_pair(self) -> dict[str, Any]:
-        """Return the first pair as it was read."""
+        """Return the first pair of completions, unchanged."""
         return self._rows[0]
 
     def __len__(self) -> int:
@@ -216,7 +216,7 @@ def read_traces(row: dict[str, Any], spec: RunSpec) -> list[Trace]:
 
 
 def _without_tools(table: Any) -> Mask:
-    """Return [N] booleans: false for rows with tools, which are checked one by one."""
+    """Return [N] booleans, false for rows with tools: such rows are checked singly."""
     return np.full(table.num_rows, "tools" not in table.column_names)
 
 

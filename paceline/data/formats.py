@@ -44,7 +44,7 @@ class Format(NamedTuple):
     tools: bool = False
     """True if rows have definitions of tools for the chat template."""
     note: str = ""
-    """Conversion of the rows; empty if they are read unchanged."""
+    """Description of the conversion of the rows; empty if the rows are read unchanged."""
 
     def __str__(self) -> str:
         styles = {None: "", False: ", standard", True: ", conversational"}
@@ -53,7 +53,7 @@ class Format(NamedTuple):
 
 
 def format_of_row(row: Mapping[str, Any], data: DataSection) -> Format | None:
-    """Return the format of a row with the columns that `data` names; None if it is unknown."""
+    """Return the format of a row with the columns that `data` names; None for an unknown format."""
     has_tools = bool(row.get("tools"))
 
     def of(kind: Kind, name: str, key: str, note: str = "") -> Format:

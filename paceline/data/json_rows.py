@@ -150,7 +150,7 @@ def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _array(path: Path, check: Check | None) -> SpooledRows:
-    """Return the objects of an array. Raises DataError with the line at which a faulty one begins."""
+    """Return the objects of an array. Raises DataError with the line at which a faulty object begins."""
     if (size_mb := path.stat().st_size / (1 << 20)) > MAX_ARRAY_MB:
         raise DataError(
             f"{path} is one JSON array of {size_mb:.0f} MB, which must be read as a whole; write one object on each line "

@@ -89,7 +89,7 @@ def types_of(schema: Any, root: Any) -> frozenset[str] | None:
 
 
 def property_of(schema: Any, root: Any, name: str) -> list[Any]:
-    """Return the schemas of a property, one from each alternative that declares it."""
+    """Return the schemas of a property, one from each alternative that declares the property."""
     properties = [each.get("properties") for each in alternatives(schema, root)]
     return [each[name] for each in properties if isinstance(each, dict) and name in each]
 

@@ -95,7 +95,7 @@ class PromptSource:
 
     @property
     def _added(self) -> str | None:
-        """Return the column with the source's name, unless the rows have one."""
+        """Return the name of the column to add for a row's source; None if the rows have that column."""
         key = self._data.source_key
         return key if self._names and key not in self._rows.columns else None
 

@@ -36,7 +36,7 @@ BATCH_ROWS = 1 << 16
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A check of single rows, with a scan that makes most of its calls unnecessary."""
+    """A check of single rows, with a scan of tables that makes most calls of the check unnecessary."""
 
     row: Check
     columns: tuple[str, ...] | None
@@ -298,7 +298,7 @@ def check_text(value: Any, key: str) -> None:
 
 
 def check_columns(row: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raise DataError if `row` lacks one of the columns, or one is empty."""
+    """Raise DataError if `row` lacks one of the columns, or has no value in one of the columns."""
     for key in keys:
         if key not in row:
             raise DataError(f"no {key!r} in a row with the columns {sorted(row)}; name the columns in data.*_key")

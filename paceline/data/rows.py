@@ -186,7 +186,7 @@ def _converters(path: Path) -> list[tuple[str, Conversion]]:
 
 
 def _number(cell: str) -> int | float | None:
-    """Return the number in a cell; None if there is none, or if its spelling would change."""
+    """Return the number in a cell; None without a number, or if the number would be spelled differently."""
     number = number_of(cell)
     return number if str(number) == cell else None
 
@@ -287,7 +287,7 @@ def _stored_files(url: str, field: str) -> Iterator[Path]:
 
 
 def _listed(url: str, field: str) -> tuple[AbstractFileSystem, list[str]]:
-    """Return the store of a URL, and the paths of its existing files."""
+    """Return the store of a URL (of a file or a glob), and the paths of the existing files."""
     store, path = open_url(url, field)
     try:
         found = sorted(map(str, store.glob(path))) if glob.has_magic(path) else [path]

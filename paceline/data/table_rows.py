@@ -194,7 +194,7 @@ class TableRows:
 
 Row = dict[str, Any]
 Tables = Callable[[], Iterator["pa.Table"]]
-"""Starts a stream; returns its tables."""
+"""Starts a stream, and returns the tables of the stream."""
 
 THREAD_NAME = "stream"
 RETRY_S = 5.0
@@ -253,7 +253,7 @@ class StreamedRows:
         return dict(block.rows[int(block.order[position])])
 
     def _block(self, number: int) -> _Block:
-        """Return a block, and keep only it and the next one. A block that could not be read is retried after a while."""
+        """Return a block; keep only this and the next block. An unreadable block is read again after `retry_s`."""
         again_s = time.monotonic() - self._retry_s
         self._blocks = {
             n: block

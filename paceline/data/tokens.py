@@ -27,7 +27,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 NO_KWARGS: Kwargs = MappingProxyType({})
 
 ANCHORS = ("\n", "a", ".", "0")
-"""Texts put before a text when it is encoded, to find its tokens within a longer text."""
+"""Texts that are put before an encoded text, to find the text's tokens within a longer text."""
 
 
 class _Ends(NamedTuple):
@@ -41,7 +41,7 @@ _ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
-    """Return the policy's tokenizer. Raises InvalidInput if there is no working one, Unreadable if it is missing now."""
+    """Return the policy's tokenizer. Raises InvalidInput for an unusable tokenizer, Unreadable for a missing one."""
     from transformers import AutoTokenizer
 
     name = policy.tokenizer_name or policy.model_name
@@ -214,7 +214,7 @@ def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: 
 
 
 def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: Tools) -> str:
-    """Return the template's text of messages whose last one is continued. Raises InvalidInput if that message changes."""
+    """Return the template's text of messages, the last to be continued. Raises InvalidInput if that message changes."""
     last, options = messages[-1], {"continue_final_message": True, **of_tools(tools)}
     content = last.get("content")
     if last.get("tool_calls") or not isinstance(content, str):
@@ -260,7 +260,7 @@ def render_chat(
 
 
 def _by_template(tokenizer: Any, messages: Any, template_kwargs: Kwargs, options: Kwargs) -> str:
-    """Return the template's text for messages. Raises InvalidInput with its error, or for an argument that it ignores."""
+    """Return the template's text for messages. Raises InvalidInput for the template's error or an unread argument."""
     source = str(tokenizer.chat_template)
     for name in template_kwargs:
         if re.search(rf"\b{re.escape(name)}\b", source) is None:

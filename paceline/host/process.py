@@ -1,4 +1,4 @@
-"""Ends a process of Paceline, by itself or with its parent, limits what others read of it, and refuses all but Linux."""
+"""Ends a process, by itself or with its parent, limits what others may read of it, and refuses all but Linux."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def digest_of(value: Any) -> str:
 
 
 def problem_id(prompt: Any) -> str:
-    """Return the id of a problem across evaluations: a digest of its prompt."""
+    """Return the id of a problem across evaluations: a digest of the problem's prompt."""
     return digest_of(prompt)[:16]
 
 
@@ -113,7 +113,7 @@ def read_result(path: Path) -> tuple[Json, list[Json]]:
 
 
 def _has_own_digest(document: Document) -> bool:
-    """Return whether a document matches its digest; false for one without a JSON form."""
+    """Return whether a document matches its digest; false if the document has no JSON form."""
     try:
         digest = digest_of({key: value for key, value in document.items() if key != "digest"})
         return bool(document.get("digest", "") == digest)
@@ -143,7 +143,7 @@ def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verd
 
 
 def has_passed(verdicts: Sequence[Document]) -> bool:
-    """Return whether at least one gate has judged the model, and every one passed it."""
+    """Return whether at least one gate has judged the model, and every gate that judged passed the model."""
     return bool(verdicts) and all(verdict["outcome"] == "passed" for verdict in verdicts)
 
 

@@ -31,7 +31,7 @@ class _Manifest(BaseModel):
 
 
 def origin_of(export: Folder) -> Origin | None:
-    """Return the origin named by an exported folder; None if it names none. Raises DataError for a damaged manifest."""
+    """Return the origin that an exported folder names; None without a name. Raises DataError for a damaged manifest."""
     if not export.exists(EXPORT_MANIFEST):
         return None
     try:
@@ -44,7 +44,7 @@ def origin_of(export: Folder) -> Origin | None:
 
 
 def check_origin(origin: Origin, run_id: str, step: int, chain: str, specs: Collection[str]) -> None:
-    """Raise Conflict unless the files are of this run after `step` steps, with `chain` and a spec's digest in `specs`."""
+    """Raise Conflict unless the files are of this run after `step` steps, with `chain` and a spec among `specs`."""
     expected = {"run_id": run_id, "step": step, "chain": chain}
     for field, value in expected.items():
         if (named := getattr(origin, field)) != value:

@@ -174,7 +174,7 @@ def _heads_width(shape: ModelShape) -> int:
 
 
 def _saved_bytes(policy: PolicySection, shape: ModelShape, compute: int) -> int:
-    """Return the bytes per token that one layer keeps for its backward pass; measured with autograd's hooks."""
+    """Return the bytes per token that one layer keeps for the backward pass, as measured with autograd's hooks."""
     heads = _heads_width(shape)
     experts = 2 * shape.experts_per_token * shape.hidden
     if compute == DTYPE_BYTES["float32"]:

@@ -44,7 +44,7 @@ class ModelShape:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the sizes in a model's config.json; None if it has unusual keys."""
+    """Return the sizes in a model's config.json; None if config.json has unusual keys."""
     text = config.get("text_config") or config
     try:
         layers, hidden, heads = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
@@ -179,5 +179,5 @@ def training_flops(
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s of a GPU; None for an unknown one."""
+    """Return the peak FLOP/s of a GPU in dense bfloat16; None for an unknown GPU."""
     return next((peak for name, peak in DENSE_BFLOAT16_FLOPS.items() if name in device_name), None)

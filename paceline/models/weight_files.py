@@ -119,7 +119,7 @@ def find_weight_files(name: str, source: str, field: str) -> WeightFiles:
 
 
 def _without_safetensors(source: str, what: str) -> PacelineError:
-    """Return the error for a model without weights, or with pickled ones."""
+    """Return the error for a model without weights, or with pickled weights."""
     found = [path.name for path in sorted(Path(source).glob("*")) if path.suffix in WEIGHT_SUFFIXES]
     if not found:
         return Unreadable(f"{what} has no weights ({SINGLE}, or {INDEX} and its files); copy them there")
@@ -245,7 +245,7 @@ class StoredTensor:
 
 
 def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors in a file's header. Raises InvalidInput if it contradicts the file."""
+    """Yield the tensors in a file's header. Raises InvalidInput if the header contradicts the file."""
     length = int.from_bytes(file.read(0, min(8, file.size_bytes)).numpy().tobytes(), "little")
     if file.size_bytes < 8 or length > min(file.size_bytes - 8, MAX_HEADER_BYTES):
         raise file.damaged(f"{file.size_bytes} bytes are too few for its header")
@@ -294,6 +294,6 @@ def _located(source: str, file: str) -> str | None:
 
 
 def model_files(name: str, field: str) -> tuple[str, WeightFiles]:
-    """Return `from_pretrained`'s argument for the config, and the weights. Raises as `model_source` and `WeightFiles`."""
+    """Return `from_pretrained`'s argument for the config, and the weights. Raises as `model_source`, `WeightFiles`."""
     source = model_source(name, field)
     return source, find_weight_files(name, source, field)

@@ -52,7 +52,7 @@ Events: Any = events_class()
 
 
 class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]
-    """PyYAML's safe loader, with a Python step for each value. Raises SpecError for a key written twice in a mapping."""
+    """PyYAML's safe loader, with a Python step for each value. Raises SpecError for a mapping with a key twice."""
 
     def __init__(self, text: str):
         Events.__init__(self, text)
@@ -61,7 +61,7 @@ class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: igno
         Resolver.__init__(self)
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Compare the keys of a mapping as it is written, before `<<` adds those of other mappings."""
+        """Compare the keys of a mapping as written, before `<<` adds the keys of other mappings."""
         node: Any = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -141,7 +141,7 @@ def excess(value: Any) -> str:
 
 
 def load(text: str, clock: Callable[[], float] = time.monotonic) -> Any:
-    """Return the contents of the YAML `text`. Raises SpecError if it is not YAML or exceeds a limit."""
+    """Return the contents of the YAML `text`. Raises SpecError if `text` is not YAML or exceeds a limit."""
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_BYTES:
         raise SpecError(f"the spec has {size} bytes; at most {MAX_BYTES} are allowed, so keep data in files")

@@ -65,7 +65,7 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
 
 
 def _union_above(location: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the location of the key if pydantic names a member of its union (`data.train.str`); else None."""
+    """Return the location of the key if pydantic names a member of the key's union (`data.train.str`); else None."""
     for length in range(1, len(location)):
         key = keys().get(dotted(location[:length]))
         if key is not None and key.section is None and isinstance(location[length], str):

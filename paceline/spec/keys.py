@@ -39,7 +39,7 @@ class Key:
 
     @property
     def description(self) -> str:
-        """The field's docstring; for a section without one, the docstring of its class."""
+        """Docstring of the field; for a section without one, the docstring of the section's class."""
         text = self.field.description or (self.section.__doc__ if self.section else None) or ""
         return " ".join(text.split())
 
@@ -63,7 +63,7 @@ class Key:
 
 @cache
 def keys() -> dict[str, Key]:
-    """Return every key by its dotted name, sections before their keys."""
+    """Map the dotted name of every key to the key, sections before their keys."""
     return {key.path: key for key in _below(RunSpec, "")}
 
 
@@ -118,7 +118,7 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    """Return the bounds of a number: "> 0, ≤ 1". pydantic keeps them as objects, or together in one FieldInfo."""
+    """Return the bounds of a number: "> 0, ≤ 1". pydantic keeps bounds as objects, or together in one FieldInfo."""
     items = [part for each in metadata for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
     found = [
         f"{sign} {getattr(item, name):g}"

@@ -58,7 +58,7 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
-    """Return the sections of YAML file `path` unchanged. Raises SpecError if it is missing, not YAML or too large."""
+    """Return the sections of YAML file `path`. Raises SpecError if the file is missing, not YAML or too large."""
     path = Path(path)
     try:
         with open_regular(path) as file:
@@ -225,7 +225,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _below_value(override: str, key: str) -> SpecError:
-    """Return the error for an override whose key is below a plain value; for another library's name it has our key."""
+    """Return the error for an override whose key is below a plain value, with our key for another library's name."""
     dotted = override.partition("=")[0]
     if look_up(dotted):
         return SpecError("\n".join(unknown_key(tuple(dotted.split(".")), None)))
@@ -336,7 +336,7 @@ def import_hint(path: Path, tree: dict[str, Any]) -> str:
 
 
 def hint_by_suffix(path: Path) -> str:
-    """Return the sentence for a file that is not YAML by its suffix; empty for others."""
+    """Return the clause that suggests `paceline import` for a file with the suffix of another library; else empty."""
     library = SUFFIXES.get(path.suffix)
     return f"; `paceline import {library} {path}` writes a spec from it" if library else ""
 

@@ -115,7 +115,7 @@ class RunSpec(Section):
 
     @property
     def examples(self) -> ExamplesSection | None:
-        """The section of an algorithm that trains on examples of a data set; None for one that samples."""
+        """The section of an algorithm that trains on examples of a data set; None if the algorithm samples."""
         section = self.algorithm_section
         return section if isinstance(section, ExamplesSection) else None
 
@@ -262,7 +262,7 @@ class RunSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _reward_by_environment(cls, values: Any) -> Any:
-        """Make the environment's own reward the only one if the spec names none."""
+        """If the spec names no reward, make the environment's own reward the only one."""
         if not isinstance(values, dict) or values.get("rewards"):
             return values
         section = values.get("environment")

@@ -81,7 +81,7 @@ class Box:
         _entered = self
 
     def closed_folders(self) -> list[str]:
-        """Return the folders that are opened entry by entry; user code can create nothing directly in them."""
+        """Return the folders that are opened entry by entry; user code can create nothing directly in such a folder."""
         if not self.hidden:
             return []
         return sorted({str(folder) for path in (*self.hidden, *self.kept) for folder in Path(path).parents})
@@ -115,7 +115,7 @@ _entered = Box()
 
 
 def why_refused(error: BaseException, box: Box | None = None) -> str:
-    """Return `; ` and the sentence of `box` (None: this process's) if the box may have caused an error, else nothing."""
+    """Return `; ` and the sentence of `box` (None: this process's) if the box may have caused an error; else empty."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

@@ -39,7 +39,7 @@ def connect(killed_first: bool = True) -> socket.socket:
 
 
 class MemoryBudget:
-    """Address space that a piece of user code may add over all its calls."""
+    """Limit of the address space that user code may add to the process over all calls."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes

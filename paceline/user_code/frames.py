@@ -30,7 +30,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the message in `body`. Raises WireError if it is not a JSON object."""
+    """Return the message in `body`. Raises WireError if `body` is not a JSON object."""
     try:
         message = json.loads(body)
     except ValueError as error:

@@ -84,7 +84,7 @@ class _Child:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process in use; None without one."""
+        """Process id; None if there is no process."""
         return self._process.pid if self._process is not None else None
 
     async def _connected(self) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:

@@ -43,7 +43,7 @@ from paceline.user_code.box import Box
 
 TEMPORARY_PREFIX = "paceline-user-code-"
 MIN_AGE_S = 60.0
-"""Least age in seconds of a folder that is removed: the service of a younger one may be about to lock it."""
+"""Smallest age in seconds at which a folder is removed; its service may be about to lock a younger folder."""
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -114,7 +114,7 @@ CREDENTIALS = (
 
 
 class Isolation(enum.Enum):
-    """The files hidden from user code of this process; each value is one of the variable PACELINE_REQUIRE_ISOLATION."""
+    """Kinds of files that are hidden from user code, by the value of the variable PACELINE_REQUIRE_ISOLATION."""
 
     OPEN = "0"
     SECRETS = "secrets"
@@ -122,7 +122,7 @@ class Isolation(enum.Enum):
 
 
 def isolation() -> Isolation:
-    """Return the isolation that the environment variable sets; OPEN if it is not set."""
+    """Return the isolation that PACELINE_REQUIRE_ISOLATION sets; OPEN if the variable is not set."""
     match os.environ.get(VARIABLE, ""):
         case "1" | "true" | "yes":
             return Isolation.REQUIRED
@@ -177,7 +177,7 @@ class Surroundings:
         return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the code's environment variables, without the storage key; if there is a key, judges store no answers."""
+        """Return the code's environment variables, without the storage key; with a key, judges store no answers."""
         variables = passed_variables(self.variables)
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
             variables[ANSWERS_VARIABLE] = "0"
@@ -245,7 +245,7 @@ def _may_change(path: Path) -> bool:
 
 
 PASSED_VARIABLE = "PACELINE_PASS_ENV"
-"""Variable with the names of further variables, separated by commas; `--pass-env` sets it."""
+"""Environment variable with the names of further variables, separated by commas; set by `--pass-env`."""
 KEPT = re.compile(
     r"""
     PATH | HOME | USER | LOGNAME | SHELL | HOSTNAME | TERM | LANG | LANGUAGE | TZ | TMPDIR | TMP | TEMP

@@ -58,7 +58,7 @@ class OverlapIndex:
 
 
 def text_of(prompt: object) -> str:
-    """Return the words of a prompt: its text, or that of its user's messages."""
+    """Return the words of a prompt: the text, or the text of the user's messages."""
     if isinstance(prompt, str):
         return prompt
     messages = prompt if isinstance(prompt, list) else []
@@ -86,7 +86,7 @@ def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter
 
 
 def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
-    """Return a filter for prompts that share at least `share` of their n-grams with one of the named evaluation sets."""
+    """Return a filter that leaves out prompts with at least `share` of their n-grams in a named evaluation set."""
 
     def check(prompt: Any, row: Row) -> str:
         text = text_of(prompt)

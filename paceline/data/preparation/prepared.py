@@ -37,7 +37,7 @@ Row = dict[str, Any]
 @dataclass
 class PreparedSet:
     paths: list[Path] = field(default_factory=list)
-    """One file for each entry of a list of data sets, in its order."""
+    """One file for each entry of a list of data sets, in the order of the list."""
     rows: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
 
@@ -194,7 +194,7 @@ class Processor:
         await self._process.close()
 
     async def process(self, rows: Rows) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield each row's index and results. Raises DataError if the function raises, hangs, dies or returns no rows."""
+        """Yield each row's index and results. Raises DataError if the function raises, hangs, dies or gives no row."""
         for first in range(0, len(rows), BATCH_ROWS):
             batch = [rows[index] for index in range(first, min(first + BATCH_ROWS, len(rows)))]
             for index, made in enumerate(await self._batch(batch, first), start=first):

@@ -16,7 +16,7 @@ from paceline.spec.keys import keys
 
 Rule = Literal["", "computed", "by_hand"]
 TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
-"""Tables by precedence: NeMo RL first, because its sections are named like ours."""
+"""Tables by precedence: NeMo RL first, because NeMo RL's sections are named like ours."""
 MIN_SUFFIX = 5
 """Smallest number of characters in the last parts of a name (`rollout.n`) that identify the name."""
 
@@ -26,7 +26,7 @@ EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 SAME = "same"
 """Value in reference.yaml: the library's name equals our key, or for TRL, without sections, the key's last part."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
-"""Maps a key of `grpo` to its name in the sections of EXAMPLES, if that name is different."""
+"""Maps a key of `grpo` to the key's name in the sections of EXAMPLES, if that name is different."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def shown_names() -> dict[str, dict[str, str]]:
 
 
 def key_for(key: str, algorithm: str) -> str:
-    """Return our `key` (of `grpo` or `loss_fn`) in the section of an algorithm; empty if it has none."""
+    """Return our `key` (of `grpo` or `loss_fn`) in the section of an algorithm; empty if that section lacks the key."""
     section, _, name = key.partition(".")
     if algorithm in EXAMPLES and section == "grpo":
         key = f"{algorithm}.{RENAMED.get(name, name)}"

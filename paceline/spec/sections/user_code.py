@@ -137,7 +137,7 @@ class EnvironmentSection(Section):
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Return a mapping from names to classes. A single class has the empty name; tools alone give an empty class."""
+        """Map names to classes. A single class has the empty name; without a class, the empty name maps to nothing."""
         return {"": self.class_} if isinstance(self.class_, str) else self.class_
 
     @property
