@@ -1,8 +1,6 @@
-"""Paceline: asynchronous, off-policy GRPO as plain services.
-
-The core that all packages share: `RunSpec`, the wire types and the client. Importing it loads neither torch nor a
-service. The names in `__all__` are loaded on first use, some from the services (docs/use/python.md).
-"""
+"""Paceline: asynchronous, off-policy GRPO as plain services. The core that all packages share: `RunSpec`, the wire
+types and the client. Importing it loads neither torch nor a service. The names in `__all__` are loaded on first use,
+some from the services (docs/use/python.md)."""
 
 import importlib
 from typing import Any

@@ -5,8 +5,7 @@ takes no part; a completion, or a turn, without any reward has no total, does no
 does not train (advantage 0). Every preset reproduces the system that it is named after, to the constant. Equal rewards
 have equal advantages, exactly 0 in a group without a difference, and totals that differ only by rounding are equal.
 
-Suffixes: C completions (samples) of one group, F reward functions, K turns of a sample, V compared values, N numbers
-among them.
+Suffixes: C completions (samples) of a group, F reward functions, K turns of a sample, V compared values, N numbers.
 """
 
 from __future__ import annotations
@@ -30,25 +29,20 @@ IndexArray = npt.NDArray[np.int64]
 
 
 def weights_at(functions: Sequence[RewardFunctionSection], step: int) -> list[float]:
-    """Return [F] the weight of each reward function at a step."""
     return [function.weight_at(step) for function in functions]
 
 
 def closed_gates(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> npt.NDArray[np.bool_]:
-    """Return [C, F] booleans: true if a function is a gate that is closed for a completion, because the completion's
-    reward is below `gate_min`. A gate that returned None is open."""
+    """Return [C, F] booleans, true for a closed gate: the function's `gate_min` is above the completion's reward. A
+    reward of None closes no gate."""
     minima_F = np.array([-np.inf if f.gate_min is None else f.gate_min for f in functions])
     # compared in the precision of the rewards: 0.7 as float32 is below 0.7 as float64
     return np.asarray(np.nan_to_num(rewards_CF, nan=np.inf).astype(np.float32) < minima_F.astype(np.float32))
 
 
 def gated(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> Rewards:
-    """Return the rewards. If a gate is closed for a completion, the completion's rewards by all functions that are not
-    gates become 0, also where they were NaN.
-
-    Args:
-        rewards_CF: [C, F], NaN if a function returned None.
-    """
+    """Return the rewards [C, F], NaN where a function returned None. If a gate is closed for a completion, the
+    completion's rewards by all functions that are not gates become 0, also where they were NaN."""
     gates_F = np.array([function.gate_min is not None for function in functions], bool)
     if not gates_F.any():
         return rewards_CF
@@ -57,15 +51,8 @@ def gated(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> Re
 
 
 def weighted_rewards(rewards_CF: Rewards, weights_F: Rewards | list[float]) -> Float64Array:
-    """Return one reward per completion: Σ_f weight_f · reward_f over the functions that returned a number.
-
-    Args:
-        rewards_CF: [C, F], NaN if a function returned None.
-        weights_F: [F].
-
-    Returns:
-        [C] float64, NaN if every function returned None.
-    """
+    """Return [C] float64: the sum Σ_f weight_f · reward_f of each completion over the functions that returned a number;
+    NaN if none did. `rewards_CF` is [C, F], NaN where a function returned None; `weights_F` is [F]."""
     rewards_CF = np.asarray(rewards_CF, np.float64)
     totals_C: Float64Array = np.nansum(rewards_CF * np.asarray(weights_F, np.float64), axis=1)
     totals_C[np.isnan(rewards_CF).all(axis=1)] = np.nan
@@ -73,8 +60,7 @@ def weighted_rewards(rewards_CF: Rewards, weights_F: Rewards | list[float]) -> F
 
 
 def totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> Float64Array:
-    """Return [C] the gated, weighted sum of each completion's rewards at a step. A sum is NaN if every function
-    returned None, and infinite if it is too large for float32."""
+    """Return [C] each completion's gated, weighted sum of rewards: NaN if all are None, infinite beyond float32."""
     sums_C = weighted_rewards(gated(rewards_CF, functions), weights_at(functions, step))
     sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf
     return sums_C
@@ -117,24 +103,16 @@ FLOAT64_ERROR = 2.0**-50
 
 
 class Episode(NamedTuple):
-    """Rewards of one sample with turns."""
-
     outcome: float
     """Weighted reward of the whole episode; NaN if no function applied."""
     advantage: float
-    """Advantage of the whole episode."""
     rewards_K: Float64Array
     """[K] reward of each turn; NaN for a turn without a reward."""
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
-    """Return whether a group has anything to train on, calculated with the learner's functions: False only if all
-    advantages are 0.
-
-    Args:
-        rewards_CF: [C, F], NaN if a function returned None.
-        turns: [K] rewards of the turns of each sample, if `environment.advantage` is per turn; else None.
-    """
+    """Return whether any advantage of a group, as the learner computes it, is not 0. `rewards_CF` is [C, F], NaN where
+    a function returned None; `turns` has the [K] rewards of each sample's turns if advantages are per turn."""
     totals_C = group_totals(rewards_CF, spec.rewards, step)
     turns = turns or []
     if not spec.rewards_decide_advantages:
@@ -150,14 +128,9 @@ def group_advantages(
     rewards_CF: Rewards, spec: RunSpec, step: int, penalties_C: Float64Array | None = None
 ) -> Float64Array:
     """Return [C] the part of each completion's advantage that depends only on its group, by the preset
-    `grpo.advantage`; 0 for a completion without a reward.
-
-    For the presets of `advantages` this is the whole; `trl_batch` and `gdpo` are divided by a std of the batch
-    afterwards, and `reinforce_pp_baseline` is whitened over it.
-
-    Args:
-        penalties_C: β·KL of each completion, subtracted from its reward. Ignored when rewards are compared for equality.
-    """
+    `grpo.advantage`; 0 for a completion without a reward. For the presets of `advantages` this is the whole;
+    `trl_batch` and `gdpo` are divided by a std of the batch afterwards, and `reinforce_pp_baseline` is whitened over
+    it. `penalties_C` (β·KL of each completion) is subtracted from the rewards, whose equality is judged without it."""
     if spec.grpo.advantage == "gdpo":
         return gdpo_scores(gated(rewards_CF, spec.rewards), weights_at(spec.rewards, step))
     rewards_C = group_totals(rewards_CF, spec.rewards, step)
@@ -167,7 +140,8 @@ def group_advantages(
 
 
 def advantages(totals_C: Rewards, preset: Preset, rewards_C: Float64Array | None = None) -> Float64Array:
-    """Return the advantage of each completion relative to its group, over the n completions that have a reward.
+    """Return [C] float64, the advantage of each completion relative to its group, over the n completions that have a
+    reward; 0 for NaN, and 0 everywhere if fewer than two have a reward (there is no baseline).
 
     - `trl`: (r - mean) / (std + 1e-4), std with n - 1 (TRL, `scale_rewards="group"`).
     - `nemo`: (r - mean of the others) / (std of the others + 1e-6), std with n - 2; not divided if the others are all
@@ -175,12 +149,8 @@ def advantages(totals_C: Rewards, preset: Preset, rewards_C: Float64Array | None
     - `dr_grpo`: r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training").
     - `rloo`: r - mean of the others (Ahmadian et al. 2024, "Back to Basics").
 
-    Args:
-        totals_C: [C] rewards, NaN for "does not apply". Those that differ by the rounding of float64 are equal.
-        rewards_C: [C] rewards before a penalty, if the totals include one; they decide whether rewards are equal.
-
-    Returns:
-        [C] float64; 0 for NaN, and 0 everywhere if fewer than two have a reward (there is no baseline).
+    `totals_C` is [C], NaN for "does not apply"; totals that differ by the rounding of float64 are equal. `rewards_C` is
+    [C] rewards before a penalty, if the totals include one; they decide whether rewards are equal.
     """
     values_C = np.asarray(totals_C, np.float64)
     if rewards_C is None:
@@ -237,12 +207,9 @@ def turn_advantages(episodes: Sequence[Episode], spec: RunSpec) -> list[Float64A
 
 
 def discounted_turns(group: Sequence[Episode], discount: float, preset: Preset) -> list[Float64Array]:
-    """Return for each sample the [K] advantages of its turns: A_k is the advantage of G_k among all turns of the group,
-    where G_k = Σ_{j≥k} γ^(j-k) · r_j. The outcome is part of the last turn's reward.
-
-    G_k is the reward to go of REINFORCE (Sutton and Barto 2018, section 13.3), compared among the group's turns by
-    `preset`. A sample without any reward gets 0.
-    """
+    """Return for each sample the [K] advantages of its turns: A_k is the advantage by `preset` of G_k among all turns
+    of the group, where G_k = Σ_{j≥k} γ^(j-k) · r_j is the reward to go of REINFORCE (Sutton and Barto 2018, section
+    13.3). The outcome is part of the last turn's reward. A sample without any reward gets 0."""
     returns: list[Float64Array] = []
     sizes: list[Float64Array] = []
     for episode in group:
@@ -261,10 +228,8 @@ def discounted_turns(group: Sequence[Episode], discount: float, preset: Preset) 
 
 def turn_level(group: Sequence[Episode], weight: float, preset: Preset) -> list[Float64Array]:
     """Return for each sample the [K] advantages of its turns: A_k = A + weight · a_k, where a_k is the advantage of r_k
-    among the group's samples.
-
-    Turn k is compared with turn k of the other samples, as in turn-level credit assignment for GRPO (Zeng et al.
-    2025, arXiv 2505.11821). A turn without a reward gets the sample's advantage A."""
+    among the group's samples. Turn k is compared with turn k of the other samples, as in turn-level credit
+    assignment for GRPO (Zeng et al. 2025, arXiv 2505.11821). A turn without a reward gets the sample's advantage A."""
     longest = max((len(episode.rewards_K) for episode in group), default=0)
     rewards_CK = np.full((len(group), longest), np.nan)
     for row_K, episode in zip(rewards_CK, group, strict=True):
@@ -300,14 +265,13 @@ def _relative_to_group(values_N: Float64Array, rewards_N: Float64Array, preset: 
 
 
 def _others_are_equal(rewards_N: Float64Array) -> np.ndarray:
-    """Return, for each reward, whether all other rewards are equal. The values are compared, because the computed std
-    of equal numbers is often not exactly 0."""
+    """Compare values, because the computed std of equal numbers is often not exactly 0."""
     values, value_N, counts = np.unique(rewards_N, return_inverse=True, return_counts=True)
     return np.asarray(len(values) - (counts[value_N] == 1) <= 1)
 
 
 def _leave_one_out_std(values_N: Float64Array) -> Float64Array:
-    """Return, for each value, the sample std of the other values; 0 if there is only one other value."""
+    """Return [N] the sample std of all values but the one at each index; zeros for fewer than three values."""
     n = len(values_N)
     if n < 3:
         return np.zeros(n)
@@ -317,8 +281,7 @@ def _leave_one_out_std(values_N: Float64Array) -> Float64Array:
 
 
 def _to_go(rewards_K: Float64Array, outcome: float, discount: float) -> Float64Array:
-    """Return [K], for each turn, the discounted sum of its reward and the rewards of all later turns. The outcome is
-    part of the last turn's reward."""
+    """Return [K] each turn's discounted reward to go; the outcome is part of the last turn's reward."""
     returns_K, to_go = np.zeros(len(rewards_K)), outcome
     for k in reversed(range(len(rewards_K))):
         to_go = rewards_K[k] + (to_go if k == len(rewards_K) - 1 else discount * to_go)

@@ -1,8 +1,6 @@
 """Reads arrays from a safetensors frame as views and checks them by name. Unreadable bytes raise a WireError.
-
 `RowArrays` are those of a group with an environment (`exchange.proto`, GroupResult). Promise: decoded transcripts
-belong to samples in order, masks match version spans and turns, and only sampled tokens have a log-probability.
-"""
+belong to samples in order, masks match version spans and turns, and only sampled tokens have a log-probability."""
 
 from __future__ import annotations
 
@@ -31,9 +29,8 @@ Buffer = bytes | memoryview
 
 
 def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
-    """Return the arrays of a safetensors blob as read-only views into `payload`, without a copy. Layout
-    (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without
-    gaps, in any order of names."""
+    """Return a safetensors blob's arrays as read-only views into `payload`, without a copy. Layout: header size in 8
+    bytes little endian, JSON header, arrays without gaps in any order (huggingface.co/docs/safetensors)."""
     header_bytes = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
         raise _no_safetensors(payload, f"the header does not fit the frame, or exceeds {MAX_TENSOR_HEADER_BYTES} bytes")
@@ -81,7 +78,6 @@ def concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 MAX_SAMPLES = 1 << 16
-"""Largest number of samples of a group."""
 
 
 def encode_rows(prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows) -> dict[str, np.ndarray]:
@@ -99,7 +95,7 @@ def encode_rows(prompt_ids: IntArray, completions: Sequence[Completion], rows: R
 
 
 class RowArrays(NamedTuple):
-    """Arrays of the transcripts of a group with an environment, as views into its payload frame."""
+    """Arrays of the transcripts of a group with an environment, as views into the group's payload frame."""
 
     prompt_lengths: IntArray
     row_samples: IntArray
@@ -152,8 +148,7 @@ class RowArrays(NamedTuple):
             raise WireError("turn_rewards has an infinite number; a turn without a reward has NaN")
 
     def rows(self, sampled: Sequence[BoolArray]) -> Rows:
-        """Return the transcripts with their turns; `sampled` has the mask of each transcript. Raises WireError unless
-        turns and masks match."""
+        """Return transcripts with turns, from each transcript's mask. Raises WireError unless turns and masks match."""
         turns = [
             Turn(turn[0], turn[1], turn[2], reward)
             for turn, reward in zip(self.turns.tolist(), self.turn_rewards.tolist(), strict=True)

@@ -82,7 +82,7 @@ class Event:
     kind: str
     """`state`, `step`, `evaluation`, `member`, `checkpoint`, `session` or `warning`."""
     content: dict[str, Any]
-    """Details of the event; for a step its metrics by name."""
+    """Details of the event; for a step, the step's metrics by name."""
 
 
 class Client(Connection):
@@ -100,9 +100,8 @@ class Client(Connection):
     ):
         """Raises InvalidInput for a malformed address. `timeout_s` limits each attempt of a call. `wait_s` is the time
         to retry a call while the coordinator is away; `reconnect_s` is the time to retry in `watch` and `wait` after
-        the coordinator went away. `token_file` holds the coordinator's token; the default is that of
-        `paceline.calls.token`. `tls_dir` has certificates (`paceline.tls.folder`); the default is the folder that
-        the environment names."""
+        the coordinator went away. `token_file` holds the coordinator's token (default: `paceline.calls.token`).
+        `tls_dir` has certificates (`paceline.tls.folder`); the environment names its default."""
         from paceline.v1 import run_pb2_grpc, status_pb2_grpc
 
         super().__init__(address, timeout_s, wait_s, token_file, tls_dir)
@@ -140,8 +139,7 @@ class Client(Connection):
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
-        """Retry the call until the coordinator has opened the data set, because a download may take long. The
-        coordinator opens it only once."""
+        """Retry the call until the coordinator has opened the data set, once for all calls; a download may be long."""
         import grpc
 
         started_s = time.monotonic()
@@ -173,7 +171,7 @@ class Client(Connection):
             return self._send_bundle(collect(spec, prepared=prepared.files), wait_s)
 
     def _send_bundle(self, bundle: Bundle, wait_s: float | None = None) -> str:
-        """Send a run's files; return the digest that names them, empty if there are none."""
+        """Send a run's files; return the digest of the bundle, empty if the bundle has no files."""
         from paceline.calls.bundle_transfer import send
 
         for warning in bundle.warnings:
@@ -215,7 +213,7 @@ class Client(Connection):
         return self._run("Resume", run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
 
     def _corrected_bundle(self, run: Run) -> str:
-        """Send the current files of a run's bundle; return the digest, empty for a run that keeps its bundle."""
+        """Send the current files of a run's bundle; return the new digest, empty if the run keeps its bundle."""
         from paceline.bundle.collecting import collect_again
         from paceline.calls.bundle_transfer import fetch_manifest
         from paceline.spec.reading import spec_of_run
@@ -230,9 +228,8 @@ class Client(Connection):
         return self._send_bundle(bundle) if bundle is not None else ""
 
     def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:
-        """Order a checkpoint of the training run and return the checkpoint's folder once it is complete. If the newest
-        step has a checkpoint, return its folder at once. Raises NotFound; Conflict if no learner has the run;
-        Unavailable after `timeout_s`."""
+        """Order a checkpoint of the training run and return the checkpoint's folder once complete, at once if the
+        newest step has one. Raises NotFound; Conflict if no learner has the run; Unavailable after `timeout_s`."""
         from paceline.v1.run_pb2 import RunServiceCheckpointRequest
 
         request = RunServiceCheckpointRequest(run_id=run_id)
@@ -259,11 +256,9 @@ class Client(Connection):
         return run
 
     def watch(self, run_id: str, after: int = 0, timeout_s: float | None = None) -> Iterator[Event]:
-        """Yield the events of a run after a sequence number as they happen, until the run ends, or for `timeout_s`.
-
-        A broken stream resumes without repeating events: a coordinator's restart shows only as a pause. Raises
-        NotFound; Unavailable if there is no coordinator at first, or none for `reconnect_s` seconds later.
-        """
+        """Yield the events of a run after a sequence number as they happen, until the run ends, or for `timeout_s`. A
+        broken stream resumes without repeating events: a coordinator's restart shows only as a pause. Raises
+        NotFound; Unavailable if there is no coordinator at first, or none for `reconnect_s` seconds later."""
         import grpc
 
         from paceline.v1.run_pb2 import WatchRequest
@@ -291,10 +286,8 @@ class Client(Connection):
             self._closed.wait(backoff.next_s())
 
     def wait(self, run_id: str, timeout_s: float | None = None) -> Run:
-        """Return the run once it has ended, in whatever state. A coordinator's restart shows only as a pause.
-
-        Raises NotFound; Unavailable after `timeout_s` seconds, or if no coordinator answers for `reconnect_s`.
-        """
+        """Return the run once it has ended, in whatever state. A coordinator's restart shows only as a pause. Raises
+        NotFound; Unavailable after `timeout_s` seconds, or if no coordinator answers for `reconnect_s`."""
         started_s = last_answer_s = time.monotonic()
         pause_s = 0.05
         while True:
@@ -312,10 +305,8 @@ class Client(Connection):
             pause_s = min(2 * pause_s, 1.0)
 
     def events(self, run_id: str, *, kind: str | None = None, after: int = 0, quiet_s: float = 0.5) -> list[Event]:
-        """Return the events of a run until now, oldest first, of one `kind` or all.
-
-        `watch` also yields later ones. For a live run, the list ends after `quiet_s` without an event. Raises NotFound.
-        """
+        """Return the events of a run until now, oldest first, of one `kind` or all. `watch` also yields later ones. For
+        a live run, the list ends after `quiet_s` without an event. Raises NotFound."""
         events: list[Event] = []
         while True:
             has_ended = state_name(self.get(run_id)) in ENDED_STATES
@@ -343,8 +334,8 @@ class Client(Connection):
         return self.records.samples(run_id, step, limit=limit, **filters)
 
     def groups(self, run_id: str, step: int) -> list[dict[str, Any]]:
-        """Return the groups trained in a step: prompt, columns, and text, tokens, versions and rewards of each
-        completion. Raises NotFound."""
+        """Return the groups trained in a step: prompt, columns, and for each completion text, tokens, versions and
+        rewards. Raises NotFound."""
         return list(self.records.groups(run_id, step))
 
     @property
@@ -391,12 +382,9 @@ class Client(Connection):
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> list[GeneratedCompletion]:
-        """Return `n` completions of a prompt with the newest weights. By default, the sampling settings are those of the
-        worker's run.
-
-        `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable if
-        there is none, Conflict if it holds no weights yet, InvalidInput.
-        """
+        """Return `n` completions of a prompt with the newest weights. By default, the sampling settings are those of
+        the worker's run. `worker` is the host:port of a rollout worker; by default the one with the newest weights.
+        Raises Unavailable if there is none, Conflict if it holds no weights yet, InvalidInput."""
         if n < 1 or (temperature is not None and temperature <= 0):
             raise InvalidInput(f"n is {n} and temperature {temperature}; both must be above 0")
         from paceline.v1 import rollout_pb2, rollout_pb2_grpc
@@ -420,11 +408,9 @@ class Client(Connection):
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> dict[str, list[float | None]]:
-        """Return scores by function, one for each completion, None if the function does not apply.
-
-        `functions` are built-ins or functions of the current run (default: all of its functions); `columns` are lists
-        as long as `completions`; `worker` is the host:port of a reward worker. Raises Unavailable if there is none.
-        """
+        """Return scores by function, one for each completion, None if the function does not apply. `functions` are
+        built-ins or functions of the current run (default: all of its functions); `columns` are lists as long as
+        `completions`; `worker` is the host:port of a reward worker. Raises Unavailable if there is none."""
         from paceline.v1 import reward_pb2, reward_pb2_grpc
 
         request = reward_pb2.ScoreRequest(
@@ -441,7 +427,7 @@ class Client(Connection):
         }
 
     def _ask_worker(self, kind: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
-        """Call the worker at an address (default: `_address_of`)."""
+        """Return the result of `call` on a channel to the worker at `address` (default: `_address_of` the kind)."""
         address = address or self._address_of(kind)
         with self._channel_to(address) as channel:
             return self._call(lambda: call(channel), f"{kind} worker at {address}")

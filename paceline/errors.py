@@ -1,5 +1,4 @@
-"""All errors that Paceline raises on purpose, and texts for exceptions of foreign code, such as a user's function, a
-chat template or a library that reads files."""
+"""All errors that Paceline raises on purpose, and texts for exceptions of foreign code, such as a user's function."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 USUAL_S = 1.0
-"""Default seconds after which a refused call may be retried."""
+"""Default seconds after which a refused call should be retried."""
 
 
 class PacelineError(Exception):
@@ -53,7 +52,6 @@ class CheckpointFault(PacelineError):
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
         self.path = path
-        """Path of the faulty checkpoint."""
 
 
 class LedgerFault(PacelineError):
@@ -115,8 +113,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_about_input(error: BaseException) -> bool:
-    """Return whether an exception may concern the processed input: every Exception, and a panic of a Rust library,
-    which Python does not derive from it. A lack of memory concerns the machine."""
+    """Return whether an exception may concern the input: a Rust panic, and any Exception but a lack of memory."""
     if isinstance(error, MemoryError):
         return False
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"

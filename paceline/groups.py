@@ -73,8 +73,7 @@ class Completion:
     """One sampled continuation of a prompt; with an environment, one transcript."""
 
     token_ids: IntArray
-    """[T] sampled tokens, with the stop token. A transcript also has the tokens that the environment added, for which
-    sampled_T is False."""
+    """[T] sampled tokens with the stop token; in a transcript also the environment's, for which sampled_T is False."""
     logprobs: FloatArray
     """[T] behaviour log-probability of each token under the distribution that it was sampled from, in nats."""
     spans: tuple[VersionSpan, ...]
@@ -84,13 +83,11 @@ class Completion:
     text: str = ""
     """The text for reward functions; see `paceline.chat.completion_texts`."""
     reference_logprobs: FloatArray | None = None
-    """[T] log-probabilities by the run's reference (a teacher, or the initial policy), in nats; None if the reward pool
-    has no reference."""
+    """[T] log-probabilities by the run's teacher or initial policy, in nats; None if the reward pool runs neither."""
     prompt_ids: IntArray | None = None
     """[P] prompt tokens of a transcript; None if its prompt is the group's."""
     sampled_T: BoolArray | None = None
-    """[T] mask of a transcript: true for sampled tokens, false for tokens that were only read. None if all were
-    sampled."""
+    """[T] mask of a transcript: true for sampled tokens, false for tokens only read. None if all were sampled."""
 
     @property
     def num_sampled(self) -> int:
@@ -204,8 +201,8 @@ def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ())
 
 
 def with_holder(lines: str, attempt: int, member_id: str) -> str:
-    """Return `lines` with the holder of `attempt` (from 1) added. Each attempt has one line. The line is empty if the
-    holder is unknown, or if the attempt is older than the newest MAX_HOLDERS attempts."""
+    """Return `lines` (one line for each attempt, from 1) with the holder of `attempt` added. A line is empty if the
+    holder is unknown, or the attempt is older than the newest MAX_HOLDERS."""
     earlier = lines.split("\n")[: attempt - 1] if lines else []
     earlier += [""] * (attempt - 1 - len(earlier))
     dropped = max(0, attempt - MAX_HOLDERS)

@@ -1,7 +1,5 @@
 """Writes at most one log line a second of each kind that a sender can cause, so that no caller fills the disk.
-
-`unforeseen` counts unexpected exceptions of all handlers. The sender gets an answer and the service continues.
-"""
+`unforeseen` counts unexpected exceptions of all handlers. The sender gets an answer and the service continues."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class RateLimitedLog:
     ):
         self._log, self._interval_s, self._clock = log, interval_s, clock
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Time of the last line of each kind, and the number of lines left out since."""
+        """Maps each kind to the time of the kind's last line, and the number of lines left out since."""
 
     def warning(self, kind: str, message: str, *args: object, error: BaseException | None = None) -> None:
         """Write a warning, with the traceback of `error` if there is one."""
@@ -44,8 +42,7 @@ class RateLimitedLog:
 
 
 class SeldomFilter(logging.Filter):
-    """Filter for the logger of a library that logs each message of a caller: passes each text (before its arguments are
-    inserted) once in `interval_s`."""
+    """Passes each text of a library's log, without the text's arguments, once in `interval_s`."""
 
     def __init__(self, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic):
         super().__init__()
@@ -53,7 +50,6 @@ class SeldomFilter(logging.Filter):
         self._written_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the line is written."""
         now_s, text = self._clock(), str(record.msg)
         if now_s - self._written_s.get(text, now_s - self._interval_s) < self._interval_s:
             return False
@@ -73,7 +69,7 @@ class Unforeseen:
         self._seldom = RateLimitedLog(log)
 
     def note(self, where: str, error: BaseException) -> str:
-        """Count an exception; return the message for its sender."""
+        """Count an exception; return the message for the sender whose call raised it."""
         self.total += 1
         kind = type(error).__name__
         self._seldom.warning(f"{where} {kind}", "unexpected %s in %s", kind, where, error=error)
@@ -81,4 +77,3 @@ class Unforeseen:
 
 
 unforeseen = Unforeseen(logging.getLogger(__name__))
-"""Counts the unexpected exceptions of this process."""

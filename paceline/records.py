@@ -1,9 +1,7 @@
 """Reads a coordinator's records (metrics, events, samples, token accounting, specs, logs) as plain Python values.
-
 `Client.records` reads them over the wire, with only the coordinator's address and token. Metrics and samples are
-columns: a dictionary of lists of equal length, as `pandas.DataFrame` and `polars.DataFrame` take it. Methods follow the
-pages of an answer to the end.
-"""
+columns: a dictionary of lists of equal length, as `pandas.DataFrame` and `polars.DataFrame` take it. Methods follow
+the pages of an answer to the end."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class RecordedEvent(NamedTuple):
     kind: str
     content: dict[str, Any]
     at_step: int
-    """Step at which it happened."""
+    """Step at which the event happened."""
 
 
 class Records:
@@ -108,12 +106,10 @@ class Records:
 
     def samples(self, run_id: str, step: int | None = None, *, limit: int = 0, **filters: Any) -> Columns:
         """Return completions as columns: group_id, completion_index, step, state, prompt, completion, finish_reason,
-        num_tokens, age, versions, final_reward, and `reward/<function>`.
-
-        `filters` are fields of ListSamplesRequest: from_step, to_step, group_id, state, evaluated_version,
-        newest_evaluation, min_reward, max_reward, min_tokens, max_tokens, min_age, max_age, finish_reason, text,
-        newest_first. `limit` is the largest number of completions; 0 is all. Raises NotFound, InvalidInput.
-        """
+        num_tokens, age, versions, final_reward, and `reward/<function>`. `filters` are fields of ListSamplesRequest:
+        from_step, to_step, group_id, state, evaluated_version, newest_evaluation, min_reward, max_reward,
+        min_tokens, max_tokens, min_age, max_age, finish_reason, text, newest_first. `limit` is the largest number of
+        completions; 0 is all. Raises NotFound, InvalidInput."""
         if step is not None:
             filters |= {"from_step": step, "to_step": step}
         rows: list[dict[str, Any]] = []
@@ -268,7 +264,7 @@ class Records:
 
 
 def missing_samples(records: Records, run_id: str, step: int) -> NotFound:
-    """Return why a step lacks samples: it has no batch, they were not kept, or they cannot be read. Raises NotFound."""
+    """Return why a step lacks samples: no batch, samples that were not kept or are unreadable. Raises NotFound."""
     from paceline.spec.reading import spec_of_run
 
     steps = [batch.step for batch in records.batches(run_id)]

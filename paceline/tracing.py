@@ -1,8 +1,6 @@
-"""Traces: one for each group from lease to training and one for each step, with W3C's format in every header.
-
-The ids are functions of run and group, so every service finds the same trace without a lookup. Spans, and the services'
-metrics, go to the OpenTelemetry SDK and, if OTEL_EXPORTER_OTLP_ENDPOINT is set, out by OTLP; else they cost little.
-"""
+"""Traces: one for each group from lease to training and one for each step, with W3C's format in every header. The ids
+are functions of run and group, so every service finds the same trace without a lookup. Spans, and the services'
+metrics, go to the OpenTelemetry SDK and, if OTEL_EXPORTER_OTLP_ENDPOINT is set, out by OTLP; else they cost little."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def step_traceparent(run_id: str, step: int) -> str:
 
 
 def version_traceparent(run_id: str, version_step: int) -> str:
-    """Return the trace context of a version of the weights, which is the context of the step that made it."""
+    """Return the trace context of a version of the weights: the context of the step that made the version."""
     return step_traceparent(run_id, max(0, version_step - 1))
 
 
@@ -49,9 +47,8 @@ def set_up_tracing(service: str) -> None:
 
 
 def set_up_metrics(service: str, *, scraped: bool = False) -> None:
-    """Collect this process's metrics; once per process. If an OTLP endpoint is configured, they are exported every
-    OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000) and at the process's end; with `scraped` they are in the
-    registry of prometheus_client."""
+    """Collect this process's metrics, once per process. If an OTLP endpoint is configured, export them at the end and
+    every OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000). With `scraped` they are in prometheus_client's registry."""
     readers: list[MetricReader] = []
     if os.environ.get(ENDPOINT_VARIABLE):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -79,7 +76,7 @@ def shut_down_tracing() -> None:
 
 @contextmanager
 def span(name: str, traceparent: str = "", **attributes: str | int | float) -> Iterator[trace.Span]:
-    """Open a span below `traceparent`, or below the current one; a no-op if no provider is set."""
+    """Open a span below `traceparent`, or below the current span; do nothing if no tracer provider is set."""
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         yield trace.INVALID_SPAN
         return

@@ -36,7 +36,7 @@ from paceline.v1 import exchange_pb2 as pb
 PROTOCOL = 4
 """Version of the exchange's messages and of the worker stream."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Largest frame that a socket accepts; ZeroMQ closes the connection of a sender that exceeds it."""
+"""Largest frame in bytes that a socket accepts; ZeroMQ closes the connection of a sender of a larger frame."""
 MAX_VERSION = 2**31 - 1
 """Largest session and step of a version: the learner keeps them in 32 bits."""
 
@@ -44,7 +44,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
-    """Return the protobuf message in `frame`. Raises WireError if it is truncated or foreign."""
+    """Return the protobuf message in `frame`. Raises WireError if the frame is truncated or foreign."""
     try:
         return kind.FromString(frame)  # type: ignore[arg-type]  # it takes any buffer
     except DecodeError as error:
@@ -57,8 +57,7 @@ def encode_result(
     rows: Rows | None = None,
     samples: Sequence[pb.SampleText] = (),
 ) -> list[bytes]:
-    """Return the payload frames of a generated group: arrays and texts, with an environment also transcripts and
-    samples."""
+    """Return a group's payload frames: arrays and texts, with an environment also transcripts and samples."""
     texts = pb.Texts(
         texts=[completion.text for completion in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
@@ -68,8 +67,7 @@ def encode_result(
 
 
 def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Return prompt tokens and completions from the frames of a generated group. Raises WireError if anything does not
-    match."""
+    """Return prompt tokens and completions of a generated group's frames. Raises WireError unless all match."""
     message = parse_message(pb.Texts, texts)
     return decode_completions(arrays, message.finish_reasons, message.texts)
 
@@ -91,7 +89,7 @@ def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion], 
 
 
 class CompletionArrays(NamedTuple):
-    """Arrays of a group's payload frame, as views into it (`exchange.proto`, GroupResult)."""
+    """Arrays of a group's payload frame, as views into the frame (`exchange.proto`, GroupResult)."""
 
     prompt_ids: IntArray
     token_ids: IntArray
@@ -130,8 +128,7 @@ def decode_completions(
 def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Return prompt tokens (of the first transcript) and completions or transcripts, from arrays with checked values.
-    Raises WireError if the arrays do not match."""
+    """Return prompt tokens (the first transcript's) and completions or transcripts. Raises WireError for a mismatch."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
@@ -173,8 +170,7 @@ def split_rows(arrays: CompletionArrays, completions: Sequence[Completion]) -> R
 
 
 def encode_reference(logprobs: Sequence[FloatArray]) -> bytes:
-    """Return the payload frame of the reference's log-probabilities, a [T] per completion (`exchange.proto`,
-    ScoreResult)."""
+    """Return the frame of the reference's log-probabilities, [T] per completion (`exchange.proto`, ScoreResult)."""
     return safetensors.numpy.save({"reference_logprobs": concatenated(logprobs, np.float32)})
 
 
@@ -187,8 +183,7 @@ def decode_reference(payload: Buffer) -> FloatArray:
 
 
 def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray:
-    """Return [C, F] the rewards in a header's flat list. Raises WireError if they cannot be split evenly over the
-    completions."""
+    """Return [C, F] the rewards in a header's flat list. Raises WireError unless C divides the number of rewards."""
     if num_completions == 0 or len(rewards) % num_completions:
         raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
     rewards_CF = np.array(rewards, np.float32).reshape(num_completions, -1)
@@ -245,7 +240,6 @@ def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> N
 
 
 MAX_ROW = 1 << 16
-"""Largest number of transcripts of a sample."""
 MAX_NOTE_BYTES = 16 << 20
 """Largest serialized TurnNote: messages, text and the environment's saved state."""
 
@@ -254,7 +248,7 @@ class TurnArrays(NamedTuple):
     row: int
     """Index of the transcript that the turn extends; an index one above the last begins a new transcript."""
     context_ids: IntArray
-    """[K] tokens that the model reads before it samples; in a new transcript, its prompt."""
+    """[K] tokens that the model reads before it samples; in a new transcript, the transcript's prompt."""
     token_ids: IntArray
     """[T] sampled tokens, at least one."""
     logprobs: FloatArray

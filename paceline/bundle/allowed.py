@@ -1,9 +1,7 @@
-"""Decides from which folders workers may load a run's code, because a user's file is code that they execute.
-
-A spec that was read from a file records its folder and may name functions in or below it. With `--functions-from` the
-operator of a service allows other folders instead, because the recorded folder is only the submitter's claim. The code
-of a bundle must then equal the files there.
-"""
+"""Decides from which folders workers may load a run's code, because a user's file is code that they execute. A spec
+that was read from a file records its folder and may name functions in or below it. With `--functions-from` the
+operator of a service allows other folders instead, because the recorded folder is only the submitter's claim. The
+code of a bundle must then equal the files there."""
 
 from __future__ import annotations
 

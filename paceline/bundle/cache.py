@@ -1,6 +1,5 @@
 """`BundleCache`: unpacked bundles in a bounded cache of this machine. Files are verified whenever a bundle is opened,
-and a damaged bundle is fetched again. With a storage key, data files are encrypted; code stays plain, because Python
-and other programs read it."""
+and a damaged bundle is fetched again. With a storage key, data files are encrypted; code stays plain for Python."""
 
 from __future__ import annotations
 
@@ -20,21 +19,17 @@ Fetch = Callable[[BundledFile], Iterable[bytes]]
 
 
 class BundleCache:
-    """Bundles in `cache`."""
-
     def __init__(self, cache: BoundedCache):
         self._cache = cache
 
     @classmethod
     def of_user(cls) -> BundleCache:
-        """Return the cache in the folder that the environment names, else in `paceline/bundles` of the user's cache.
-        Raises InvalidInput."""
+        """Return the cache at PACELINE_BUNDLE_CACHE, default ~/.cache/paceline/bundles. Raises InvalidInput."""
         return cls(KIND.of_user("bundles"))
 
     def open(self, manifest: Manifest, fetch: Fetch) -> HeldFolder:
-        """Return the files of `manifest` in a folder; `fetch` yields the content of a file if the cache lacks the
-        bundle. Raises the errors of `fetch`; Unavailable, Unreadable as `BoundedCache.open` does; Unreadable also
-        for a file with the wrong digest."""
+        """Return the files of `manifest` in a folder; `fetch` yields a file's content if the cache lacks the bundle.
+        Raises as `fetch` and `BoundedCache.open`; Unreadable also for a file with the wrong digest."""
 
         key = storage_key()
 
@@ -46,7 +41,7 @@ class BundleCache:
 
 
 def _is_whole(root: Path, manifest: Manifest, key: StorageKey | None) -> bool:
-    """Return whether every file has its digest and is encrypted if it must be."""
+    """Return whether every file has the digest in the manifest and, if it is data and there is a key, is encrypted."""
     return root.is_dir() and all(
         _digest_of(root / file.path, key is not None and file.kind == "data") == file.sha256 for file in manifest.files
     )
@@ -65,7 +60,7 @@ def _digest_of(path: Path, encrypted: bool) -> str:
 
 
 def _write(path: Path, file: BundledFile, chunks: Iterable[bytes], key: StorageKey | None) -> None:
-    """Write a file. Raises Unreadable if its content has another digest."""
+    """Write `chunks` to a file. Raises Unreadable if the content's digest differs from the manifest's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with path.open("xb") if key is None or file.kind != "data" else encrypting(path, key) as out:

@@ -1,8 +1,5 @@
-"""Makes a bundle from a spec on the submitter's machine: chooses, digests and refuses files.
-
-A path that does not exist here is sent unchanged; the services resolve it (a function's file in a
-worker's image, or data on its disk).
-"""
+"""Makes a bundle from a spec on the submitter's machine: chooses, digests and refuses files. A path that does not exist
+here is sent unchanged; the services resolve it (a function's file in a worker's image, or data on its disk)."""
 
 from __future__ import annotations
 
@@ -39,26 +36,23 @@ NONE_PREPARED: Mapping[str, Sequence[Path]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Bundle:
-    """A run's files on this machine."""
-
     manifest: Manifest
     sources: dict[str, Path]
-    """For each digest, the path of one file that has this digest."""
+    """Maps each SHA-256 in the manifest to the path of a file with this digest."""
     warnings: tuple[str, ...] = ()
     """Sentences about files that the run may need and the bundle lacks."""
 
 
 @dataclass
 class _Found:
-    """Files by their path in the bundle, each with the field that named it."""
+    """Files of a spec by path in the bundle, each with the field of the spec that named the file."""
 
     spec: RunSpec
     files: dict[str, tuple[Kind, str, Path]] = field(default_factory=dict)
     size: int = 0
 
     def add(self, kind: Kind, name: str, bundled: str, path: Path) -> None:
-        """Add a file after checking it. A path that was added before keeps its kind, so code is not also data. Raises
-        SpecError."""
+        """Check and add a file. A path added before keeps its kind, so code is not also data. Raises SpecError."""
         if bundled not in self.files:
             size = _checked_size(name, path)
             self.files[bundled] = (kind, name, path)
@@ -103,7 +97,7 @@ def collect(
 
 
 def _add_code(found: _Found) -> list[str]:
-    """Add the run's code and the modules beside it that it imports; return warnings."""
+    """Add the run's files of code and the modules beside these files that they import; return warnings."""
     spec, others, warnings = found.spec, dict[str, Path](), []
     for name, code in code_paths(spec).items():
         file = file_of(code)
@@ -125,7 +119,7 @@ def _add_code(found: _Found) -> list[str]:
             found.add("code", name, f"{base}/{inside}", needed)
         others |= imports.others
         for source in sorted(imports.files):
-            warnings += _not_included(found, source, path.parent) if source.suffix == ".py" else []
+            warnings += _not_included(found, source) if source.suffix == ".py" else []
     for module in undeclared(others, spec.bundle.requirements):
         warnings.append(
             f"{others[module].name} imports {module!r}, which is neither beside it nor a dependency of Paceline; name it in "
@@ -134,9 +128,8 @@ def _add_code(found: _Found) -> list[str]:
     return list(dict.fromkeys(warnings))
 
 
-def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
-    """Return a warning for each file that is in the same folder as a module, is named in the module and does not travel
-    with the run."""
+def _not_included(found: _Found, source: Path) -> list[str]:
+    """Return a warning for each file beside a module that is named in the module and does not travel with the run."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [
@@ -217,7 +210,7 @@ def _inside(name: str, path: Path, folder: Path) -> str:
 
 
 def _checked_size(name: str, path: Path) -> int:
-    """Return the size of a file. Raises SpecError for one that cannot be read as a file."""
+    """Return the size of a file in bytes. Raises SpecError if the path is not a readable file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -235,7 +228,7 @@ def _unreadable(name: str, path: Path, error: OSError) -> SpecError:
 
 
 def _digested(bundled: str, kind: Kind, name: str, path: Path) -> BundledFile:
-    """Return a file with its digest. Raises SpecError when it cannot be read, or is changed meanwhile."""
+    """Return the manifest's entry for a file. Raises SpecError if the file cannot be read or is changed meanwhile."""
     try:
         with path.open("rb") as source:
             sha256 = hashlib.file_digest(source, "sha256").hexdigest()
@@ -248,9 +241,8 @@ def _digested(bundled: str, kind: Kind, name: str, path: Path) -> BundledFile:
 
 
 def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
-    """Return the bundle of a run's files as they are now; `before` is the run's earlier bundle, if it is known. Return
-    None if this machine lacks files of code. Examples, prepared data, and data that this machine lacks are kept from
-    `before`. Raises SpecError."""
+    """Return the bundle of a run's present files; None if this machine lacks files of code. Examples, prepared data and
+    data that this machine lacks are kept from `before`, the earlier bundle if it is known. Raises SpecError."""
     code = {path_of_file(spec.folder, file): file for file in map(file_of, code_paths(spec).values())}
     had = {file.path for file in before.files if file.kind == "code"} if before is not None else set(code)
     if any(bundled in had and not os.path.isfile(file) for bundled, file in code.items()):

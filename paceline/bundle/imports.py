@@ -1,9 +1,7 @@
 """Finds the modules that a Python file imports, without running it: files in its folder, transitively, and the names of
-all other modules. Also finds the names that neither the standard library nor Paceline's dependencies provide.
-
-A package is taken whole, because its modules may import each other by names that no parser sees. Names are resolved
-like in the loader of reward functions: from the folder of the file that the spec names.
-"""
+all other modules. Also finds the names that neither the standard library nor Paceline's dependencies provide. A
+package is taken whole, because its modules may import each other by names that no parser sees. Names are resolved
+like in the loader of reward functions: from the folder of the file that the spec names."""
 
 from __future__ import annotations
 
@@ -25,10 +23,9 @@ MAX_SOURCE_BYTES = 4 << 20
 @dataclass
 class Imports:
     files: set[Path] = field(default_factory=set)
-    """The file, and all files in its folder that it needs."""
+    """The parsed file, and all files in its folder that the file imports, also indirectly."""
     others: dict[str, Path] = field(default_factory=dict)
-    """Names of imported top-level modules that are neither in the file's folder nor in the standard library, each with
-    a file that imports it."""
+    """Maps each imported top-level module outside of the folder and the standard library to a file that imports it."""
 
 
 def imports_of(file: Path) -> Imports:
@@ -49,8 +46,7 @@ def imports_of(file: Path) -> Imports:
 
 
 def literal_files(file: Path) -> set[str]:
-    """Return the string literals of a Python file that name other files in its folder, because the Python file may read
-    those files when it runs."""
+    """Return the string literals of a Python file that name other files in its folder, which it may read when run."""
     return {
         node.value
         for node in ast.walk(_parsed(file))
@@ -68,7 +64,7 @@ def _names_a_file(folder: Path, text: str) -> bool:
 
 
 def _parsed(file: Path) -> ast.Module:
-    """Return the tree of a file; an empty one when it cannot be parsed."""
+    """Return the syntax tree of a file; an empty tree if the file cannot be parsed."""
     empty = ast.Module(body=[], type_ignores=[])
     if file.stat().st_size > MAX_SOURCE_BYTES:
         return empty
@@ -127,8 +123,7 @@ DISTRIBUTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check_requirements(requirements: Sequence[str]) -> None:
-    """Raise Unreadable with the names of the modules that this process cannot import. The check of a dotted name such
-    as `a.b` imports its parent `a`, and no other module."""
+    """Raise Unreadable with the modules that this process cannot import. The check of `a.b` imports only `a`."""
     missing = [name for name in requirements if not _is_there(name)]
     if missing:
         raise Unreadable(

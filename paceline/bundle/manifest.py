@@ -1,10 +1,7 @@
-"""`Manifest`: the path, kind, size and SHA-256 of each file in a bundle. The digest of its text names the bundle.
-
-A manifest is untrusted, so `Manifest.read` refuses every path that could leave the folder in which it is unpacked.
-
-Files below the spec's folder keep their path below `folder/`; all others are at `outside/<digest of their folder>/`.
-Data are below `data/` in the same way. Paths follow from the spec alone, so a stored spec keeps the submitter's paths.
-"""
+"""`Manifest`: the path, kind, size and SHA-256 of each file in a bundle. The digest of its text names the bundle. A
+manifest is untrusted, so `Manifest.read` refuses every path that could leave the folder in which it is unpacked.
+Files below the spec's folder keep their path below `folder/`, others are at `outside/<digest of their folder>/`, and
+data below `data/` likewise. Paths follow from the spec alone, so a stored spec keeps the submitter's paths."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ FORMAT = 1
 MAX_FILES = 10_000
 MAX_PATH = 1024
 MAX_BYTES = 8 << 20
-"""Largest manifest in bytes."""
 MAX_SIZE = 1 << 42
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -40,15 +36,11 @@ class BundledFile:
     kind: Kind
     """`code` of reward functions, `data`, or `include` for a file of bundle.include."""
     size: int
-    """Size in bytes."""
     sha256: str
-    """SHA-256 of the content, in hexadecimal."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a bundle, in the order of their paths."""
-
     files: tuple[BundledFile, ...]
 
     @classmethod
@@ -83,20 +75,17 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of `text`, hexadecimal."""
+        """SHA-256 of `text` in hexadecimal, which names the bundle."""
         return hashlib.sha256(self.text).hexdigest()
 
     @property
     def size(self) -> int:
-        """Total size of the files in bytes."""
         return sum(file.size for file in self.files)
 
     def subset(self, *kinds: Kind) -> Manifest:
-        """Return the manifest of the files of some kinds."""
         return Manifest(tuple(file for file in self.files if file.kind in kinds))
 
     def has(self, path: str, kind: Kind) -> bool:
-        """Return whether a file of the kind is at `path` or below it."""
         return any(file.kind == kind and (file.path == path or file.path.startswith(path + "/")) for file in self.files)
 
 
@@ -157,7 +146,6 @@ def path_of_folder(spec_folder: str, folder: str) -> str:
 
 
 def path_of_file(spec_folder: str, path: str) -> str:
-    """Return the path in the bundle of an absolute file."""
     parent, name = os.path.split(os.path.normpath(path))
     return f"{path_of_folder(spec_folder, parent)}/{name}"
 
@@ -185,8 +173,7 @@ def split_glob(path: str) -> tuple[str, str]:
 
 
 def path_of_prepared(field: str, index: int, name: str) -> str:
-    """Return the path in the bundle of a file with prepared data; `index` is the position of the data set in the
-    field's list."""
+    """Return the bundle path of a file with prepared data; `index` is the data set's position in the field's list."""
     return f"{PREPARED}/{field.removeprefix('data.')}/{index:04d}/{name}"
 
 

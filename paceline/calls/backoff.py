@@ -12,14 +12,12 @@ MAX_DOUBLINGS = 30
 
 
 def pause_after(failures: int, first_s: float, longest_s: float) -> float:
-    """Return the pause in seconds after a number of failures in a row: `first_s` after one failure, doubled after each
-    further failure, at most `longest_s`."""
+    """Return the pause in seconds after failures in a row: `first_s`, then doubled each time, at most `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS), longest_s)
 
 
 class ExponentialBackoff:
-    """Back-off that counts failures: the first pause takes `first_s`, each further pause twice as long as the one
-    before, at most `longest_s`."""
+    """Counts failures. The pause is `first_s` at first, and doubles with each further failure, up to `longest_s`."""
 
     def __init__(self, first_s: float = FIRST_S, longest_s: float = LONGEST_S):
         self._first_s, self._longest_s = first_s, longest_s
@@ -31,7 +29,6 @@ class ExponentialBackoff:
         return pause_after(self._failures, self._first_s, self._longest_s)
 
     def reset(self) -> None:
-        """Start again with the first pause, after a success."""
         self._failures = 0
 
 
@@ -51,7 +48,7 @@ def to_header(seconds: float) -> dict[str, str]:
 
 
 def from_error(error: Any) -> float | None:
-    """Return the hint of a gRPC error in seconds, at most MAX_S; None without one."""
+    """Return the retry hint of a gRPC error in seconds, at most MAX_S; None if the error has no hint."""
     trailing = getattr(error, "trailing_metadata", lambda: None)() or ()
     value = str(dict(trailing).get(KEY, ""))
     return min(int(value) / 1000, MAX_S) if value.isascii() and value.isdigit() and len(value) < 10 else None

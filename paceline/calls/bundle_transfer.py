@@ -1,8 +1,6 @@
-"""Transfers bundles over gRPC: a submitter sends files that the coordinator lacks, a worker fetches files.
-
-A broken transfer resumes: a submitter at the offset that the coordinator names, a worker after the last byte received.
-gRPC is imported by the first call.
-"""
+"""Transfers bundles over gRPC: a submitter sends files that the coordinator lacks, a worker fetches files. A broken
+transfer resumes at the offset that the coordinator names, or after the last byte received. The first call imports
+gRPC."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ PATIENCE_S = 60.0
 """Seconds without progress after which a transfer fails."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "FAILED_PRECONDITION")
-"""Statuses after which a transfer resumes."""
+"""Names of gRPC statuses after which a transfer resumes."""
 
 
 def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s: float = PATIENCE_S) -> None:
@@ -69,8 +67,7 @@ def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s:
 
 
 def _missing(channel: grpc.Channel, bundle: Bundle) -> list[tuple[str, int]]:
-    """Return, for each file that the coordinator lacks, the file's digest and the offset from which to send it. The
-    manifest comes last."""
+    """Return the digest of each file that the coordinator lacks, with the offset to send from; the manifest is last."""
     from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
     manifest = bundle.manifest
@@ -130,8 +127,7 @@ def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
 
 
 def fetch(channel: grpc.Channel, sha256: str, size: int, patience_s: float = PATIENCE_S) -> Iterator[bytes]:
-    """Yield a file's content, over several streams if needed. Raises NotFound; Unavailable after `patience_s` without a
-    byte."""
+    """Yield a file's content, over several streams. Raises NotFound; Unavailable after `patience_s` without a byte."""
     import grpc
 
     from paceline.v1 import bundle_pb2, bundle_pb2_grpc
@@ -155,7 +151,7 @@ def fetch(channel: grpc.Channel, sha256: str, size: int, patience_s: float = PAT
 
 
 def fetch_manifest(channel: grpc.Channel, digest: str) -> Manifest:
-    """Return a bundle's manifest. Raises NotFound, Unavailable; Unreadable if it has another digest."""
+    """Return a bundle's manifest. Raises NotFound, Unavailable; Unreadable if the manifest's digest is another."""
     text = b"".join(fetch(channel, digest, 0))
     manifest = Manifest.read(text)
     if manifest.digest != digest:

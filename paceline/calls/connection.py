@@ -1,7 +1,5 @@
 """A connection to one coordinator: address, channel, and calls with a deadline that are retried while it is away.
-
-Failures are errors of paceline.errors with a message for the caller, never bare gRPC errors.
-"""
+Failures are errors of paceline.errors with a message for the caller, never bare gRPC errors."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ LASTING = (
     "PERMISSION_DENIED",
     "RESOURCE_EXHAUSTED",
 )
-"""Statuses that a retry does not change."""
+"""Statuses with which a call fails again when it is retried."""
 
 
 def status_name(error: grpc.RpcError) -> str:
@@ -106,8 +104,7 @@ def translated(
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 BUSY_S = 5.0
-"""A call is retried for at least this many seconds while the coordinator has no room. The coordinator's hints set the
-pause before each retry."""
+"""Shortest time in seconds to retry a call while the coordinator has no room; the coordinator sets each pause."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -132,7 +129,7 @@ class Connection:
         self._channel = self._channel_to(address)
 
     def close(self) -> None:
-        """End all running calls, in every thread; they raise Unavailable."""
+        """End the running calls of all threads; each of these calls raises Unavailable."""
         self._closed.set()
         self._channel.close()
 
@@ -140,9 +137,8 @@ class Connection:
         return open_channel(address, self._token_file, OPTIONS, self._tls)
 
     def _call(self, call: Callable[[], T], other: str | None = None, wait_s: float | None = None) -> T:
-        """Return the call's result. The call is retried while the coordinator is away, for up to `wait_s` seconds
-        (default: the client's), and while it has no room, at the pace of its hints, for at least BUSY_S. A worker
-        (`other`) is called once."""
+        """Return the call's result. A call is retried for `wait_s` seconds (default: the client's) while the
+        coordinator is away, and for BUSY_S or longer while it has no room. A worker (`other`) is called once."""
         wait_s = self._wait_s if wait_s is None else wait_s
         deadline_s = time.monotonic() + (0.0 if other else wait_s)
         busy_until_s = max(deadline_s, time.monotonic() + (0.0 if other else BUSY_S))

@@ -1,10 +1,7 @@
-"""The token with which the services and clients of one coordinator authenticate: 32 random bytes in a file of mode
-0600.
-
-Only users who can read the file may submit runs, and a run executes the submitter's code. The coordinator makes the
-file in its directory; all others read it at the path given by `--token-file` or PACELINE_TOKEN_FILE, else at
-`runs/token`. The token travels as gRPC metadata (`authorization: Bearer …`), never on a command line.
-"""
+"""The token of one coordinator's services and clients: 32 random bytes in a file of mode 0600. Only users who can read
+the file may submit runs, and a run executes the submitter's code. The coordinator makes the file in its directory;
+all others read it at the path given by `--token-file` or PACELINE_TOKEN_FILE, else at `runs/token`. The token
+travels as gRPC metadata (`authorization: Bearer …`), never on a command line."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ if TYPE_CHECKING:
 VARIABLE = "PACELINE_TOKEN_FILE"
 TOKEN_NAME = "token"
 DEFAULT_PATH = Path("runs") / TOKEN_NAME
-"""Default path of the token's file for commands without a directory; a coordinator without options makes it at this
-path."""
+"""Default path of the token's file; a coordinator without options makes the file there."""
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 
@@ -57,7 +53,7 @@ def make_token(path: Path) -> str:
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file; empty if there is none to read."""
+    """Return the token in a file; empty if the file is missing or unreadable."""
     keep_no_core()
     try:
         return path.read_text().strip()
@@ -98,7 +94,6 @@ class TokenChannel:
         self.close()
 
     def close(self) -> None:
-        """End all running calls."""
         self._channel.close()
 
     def _with_token(self, kind: str, *method: Any, **how: Any) -> Callable[..., Any]:

@@ -1,9 +1,7 @@
-"""Parses an answer's content, reasoning and tool calls from the model's text as it streams.
-
-Promise: the joined parts do not depend on how the text was split, no text is lost but the marks and the white space
-beside them, and no returned part changes later. A call is therefore returned when it is complete; text that begins like
-a call but is not one becomes content, word for word.
-"""
+"""Parses an answer's content, reasoning and tool calls from the model's text as it streams. Promise: the joined parts
+do not depend on how the text was split, no text is lost but the marks and the white space beside them, and no
+returned part changes later. A call is therefore returned when it is complete; text that begins like a call but is
+not one becomes content, word for word."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ from paceline.chat.messages import Json
 
 
 class TextPart(NamedTuple):
-    """Further text of the content, or of the reasoning."""
+    """Next piece of an answer's content, or of its reasoning."""
 
     text: str
     reasoning: bool = False
 
 
 class Malformed(NamedTuple):
-    """Text that began like a call; it is also part of the content."""
+    """Text that began like a call and is not one; this text is also part of the content."""
 
     text: str
     fault: str
@@ -46,14 +44,12 @@ AnswerPart = TextPart | ToolCall
 
 @dataclass
 class AnswerReader:
-    """Reader of one answer."""
-
     calls: CallFormat = "none"
     """Format of the calls to read; `none` leaves calls in the content."""
     reasons: bool = False
     """True when reasoning between `<think>` and `</think>` is not content."""
     in_reasoning: bool = False
-    """True when the prompt has opened the reasoning."""
+    """True if the prompt ends within the reasoning."""
     tools: Sequence[Json] = ()
     max_calls: int | None = None
     """Largest number of calls to return; the client wants no more, so the others are left out."""
@@ -84,7 +80,7 @@ class AnswerReader:
         return parts
 
     def finish(self) -> list[AnswerPart]:
-        """Return the remaining parts at the end of the text."""
+        """End the text, and return the remaining parts."""
         parts: list[AnswerPart] = []
         while self._state == "call":
             if not self._read_marked(len(self._held), parts):
@@ -104,7 +100,7 @@ class AnswerReader:
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
-        """Advance by one mark; return whether to continue."""
+        """Process the held text up to one mark; return whether to continue."""
         match self._state:
             case "start":
                 return self._start()
@@ -175,7 +171,7 @@ class AnswerReader:
         return False
 
     def _read_marked(self, end: int, parts: list[AnswerPart]) -> bool:
-        """Parse the held text up to `end` as a call; return whether it is one."""
+        """Parse the held text up to `end` as a call; return whether this text is a call."""
         try:
             call = read_marked_call(self._held[:end], self.tools)
         except MalformedCall as error:
@@ -215,7 +211,7 @@ class AnswerReader:
         self._searched, self._fault, self._is_open = 0, "", False
 
     def _give(self, parts: list[AnswerPart], text: str, keep: int, *, reasoning: bool = False) -> None:
-        """Return `text` without its last `keep` characters, which are held."""
+        """Add `text` to `parts`, but hold the last `keep` characters of the text."""
         certain = text[: len(text) - keep]
         self._held = text[len(text) - keep :]
         if certain:

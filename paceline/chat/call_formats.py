@@ -36,8 +36,6 @@ JSON_MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
 
 
 class ToolCall(NamedTuple):
-    """A call that the model made."""
-
     name: str
     arguments: str
     """Arguments, as the text of a JSON object."""
@@ -53,12 +51,11 @@ class MalformedCall(Exception):
 
 
 class NoCall(Exception):
-    """JSON text that is not a call."""
+    """Raised for a text that is not a call in JSON."""
 
 
 def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
-    """Return the call between the marks of `hermes`. `tools` declare types of plain-text arguments. Raises
-    MalformedCall."""
+    """Return the call between `hermes` marks; `tools` declare types of plain-text arguments. Raises MalformedCall."""
     body = body.strip()
     if body.startswith(_FUNCTION):
         return _read_function(body, tools)
@@ -151,12 +148,10 @@ def _read_function(body: str, tools: Sequence[Json]) -> ToolCall:
 
 
 _END_OF_VALUE = re.compile(rf"{_END_PARAMETER}(?=\s*(?:{_PARAMETER}|\Z))")
-"""End of a parameter's value. The value may contain the mark, so another parameter or the function's end must follow.
-"""
+"""End of a parameter's value, which may contain the mark: another parameter or the function's end must follow."""
 
 
 def _value(text: str, declared: Sequence[Any], root: Json) -> Any:
-    """Return a plain-text argument, converted to a declared type."""
     if text.startswith("\n"):  # the template writes a value on separate lines
         text = text[1:].removesuffix("\n")
     types = types_of({"anyOf": list(declared)}, root) if declared else None

@@ -1,11 +1,8 @@
-"""Extracts text and answer of a completion for reward functions, evaluations, traces and shown samples.
-
-The text is the model's output without the chat's marks. Marks are the special tokens that frame messages: those that
-the tokenizer names (begin and end of sequence, padding, …), those that the chat template writes around messages, and
-the one that ended the completion. Other special tokens (`<think>`, `</answer>`, `<tool_call>`) are text.
-
-The answer is the text after the reasoning, which `<think>` and `</think>` enclose.
-"""
+"""Extracts text and answer of a completion for reward functions, evaluations, traces and shown samples. The text is the
+model's output without the chat's marks. Marks are the special tokens that frame messages: those that the tokenizer
+names (begin and end of sequence, padding, …), those that the chat template writes around messages, and the one that
+ended the completion. Other special tokens (`<think>`, `</answer>`, `<tool_call>`) are text. The answer is the text
+after the reasoning, which `<think>` and `</think>` enclose."""
 
 from __future__ import annotations
 
@@ -21,17 +18,16 @@ from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray
 
 THINK, END_THINK = "<think>", "</think>"
-"""Marks around the reasoning of an answer."""
 
 ANSWER_TAG = re.compile(r"<answer>.*</answer>", re.DOTALL)
 TAG = re.compile(r"<(/?)([^<>|/\s]+)>|\[(/?)([^\[\]/\s]+)\]")
-"""A tag in a text, `<x>` or `[x]`; with a slash it closes."""
+"""A tag, `<x>` or `[x]`; with a slash, `</x>` or `[/x]`, it closes."""
 CONTENTS = {role: f"{role} 4711 says" for role in ("system", "user", "assistant", "tool")}
-"""Content of each role's message in a probe of a template."""
+"""Maps a role to the content of the role's messages in a probe of a template."""
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Names of special tokens for which all tokenizers have an attribute: `bos` for `bos_token`."""
 TAIL = 32
-"""Number of tokens at the end of a prompt in which an opening `<think>` is searched."""
+"""Number of tokens at the end of a prompt that are searched for an opening `<think>`."""
 
 
 class SpecialTokens(NamedTuple):
@@ -46,7 +42,6 @@ class SpecialTokens(NamedTuple):
 
 
 _special_tokens: WeakKeyDictionary[Any, SpecialTokens] = WeakKeyDictionary()
-"""Special tokens of each tokenizer in use."""
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int]) -> str:
@@ -65,12 +60,10 @@ def completion_text(
     *,
     in_reasoning: bool = False,
 ) -> str:
-    """Return the text of a completion. If the completion was ended by a stop string, the text ends with that string:
-    `end_of` then returns the text up to and with the string, else None.
-
-    in_reasoning: the chat template opened the reasoning. If the completion does not close it, the text begins with
-    `<think>`, so that nobody mistakes it for an answer; else it has `</think>` alone, as the model wrote it.
-    """
+    """Return the text of a completion. If a stop string ended the completion, `end_of` returns the text up to and with
+    the string, else None. With `in_reasoning`, the chat template opened the reasoning: if the completion does not
+    close the reasoning, the text begins with `<think>`, so that nobody mistakes it for an answer; else the text has
+    `</think>` alone, as the model wrote it."""
     ids, special = completion.token_ids, special_tokens(tokenizer)
     text = None
     if completion.finish_reason == "stop" and len(ids):
@@ -83,9 +76,8 @@ def completion_text(
 
 
 def answer_of(text: str) -> str:
-    """Return the answer in the text of a completion: the text after the last `</think>`, or the whole text if there is
-    no reasoning. If reasoning begins and does not end, return the text before it, and the `<answer>…</answer>` in it
-    if there is one."""
+    """Return the text after the last `</think>`, or the whole text without reasoning. If reasoning begins and does not
+    end, return the text before it, and the `<answer>…</answer>` in it if there is one."""
     _, mark, rest = text.rpartition(END_THINK)
     answer = rest.lstrip("\n") if mark else rest
     before, opened, reasoning = answer.partition(THINK)
@@ -97,10 +89,8 @@ def answer_of(text: str) -> str:
 
 def message_text(message: Mapping[str, Any], *, in_reasoning: bool = False) -> str:
     """Return an assistant's message as its model wrote it: reasoning, content and calls, with the usual marks around
-    the first and the last. Raises TypeError for content that is neither text nor a list of parts.
-
-    in_reasoning: the chat template opened the reasoning, so the text has `</think>` alone.
-    """
+    the first and the last. Raises TypeError for content that is neither text nor a list of parts. in_reasoning: the
+    chat template opened the reasoning, so the text has `</think>` alone."""
     text = _content_text(message.get("content"))
     calls = "\n".join(map(_call_text, message.get("tool_calls") or ()))
     text = f"{text}\n{calls}" if text and calls else text or calls
@@ -120,8 +110,7 @@ def opens_reasoning(tokenizer: Any, prompt_ids: IntArray) -> bool:
 
 
 def special_tokens(tokenizer: Any) -> SpecialTokens:
-    """Return the special tokens of a tokenizer. They are cached, and determined again if the tokenizer's template
-    changes."""
+    """Return a tokenizer's special tokens. The cached result is renewed if the tokenizer's template changes."""
     template = tokenizer.chat_template
     found = _special_tokens.get(tokenizer)
     if found is None or found.template != template:
@@ -140,11 +129,9 @@ def _told_apart(tokenizer: Any) -> SpecialTokens:
 
 
 def _framing(tokenizer: Any, specials: set[str]) -> set[str]:
-    """Return the special tokens that the chat template writes around messages.
-
-    A tag counts only beside the content of a role other than the assistant (`[INST]`). Elsewhere the model is to write
-    it, such as `<think>` at the beginning of its turn or `<answer>` in a system prompt.
-    """
+    """Return the special tokens that the chat template writes around messages. A tag counts only beside the content of
+    a role other than the assistant (`[INST]`). Elsewhere the model is to write it, such as `<think>` at the
+    beginning of its turn or `<answer>` in a system prompt."""
     found: set[str] = set()
     for text in _probes(tokenizer) if specials and tokenizer.chat_template else ():
         for special in (each for each in specials - found if each in text):

@@ -1,8 +1,6 @@
 """Messages of a chat in the shape of the OpenAI API; `paceline/data/messages.py` converts them for chat templates.
-
 Promise: no field of a message is dropped silently. Forms that no template can take are refused by name here; fields
-that the template itself would leave out are refused by `paceline/chat/rendering.py`.
-"""
+that the template itself would leave out are refused by `paceline/chat/rendering.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ MAX_MESSAGES = 10_000
 
 
 class Unsupported(InvalidInput):
-    """An API field, or a value of it, that is not supported."""
+    """Raised for a field of the API, or for a value of a field, that is not supported."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -34,7 +32,7 @@ class Message(BaseModel):
     tool_calls: list[Json] | None = None
 
     def rendered(self) -> Json:
-        """Return the message as templates take it. Raises Unsupported if no template could render it."""
+        """Return the message as templates take messages. Raises Unsupported if no template could render the message."""
         try:
             return read_message({name: getattr(self, name) for name in self.model_fields_set})
         except DataError as fault:

@@ -1,11 +1,8 @@
-"""Renders a chat to token ids with the tokenizer's chat template, as transformers applies it.
-
-Promise: everything in the request is in the prompt, or the request is refused with the name of the field. Templates
-ignore fields that their authors did not expect (a user's `name`, the role `developer`), so a field counts as rendered
-only if a rendering with it differs from one without it: in a probe, else in the chat itself.
-
-A probe is a short chat made for this test. If the template refuses it, it proves nothing.
-"""
+"""Renders a chat to token ids with the tokenizer's chat template, as transformers applies it. Promise: everything in
+the request is in the prompt, or the request is refused with the name of the field. Templates ignore fields that
+their authors did not expect (a user's `name`, the role `developer`), so a field counts as rendered only if a
+rendering with it differs from one without it: in a probe, which is a short chat made for this test, else in the chat
+itself. A probe that the template refuses proves nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ class AnswerFormat:
 
 @dataclass(frozen=True)
 class Probe:
-    """Compares renderings with and without a field."""
+    """Compares renderings of short chats with and without a field."""
 
     tokenizer: Any
     source: str
@@ -91,19 +88,18 @@ class Probe:
         return with_it != self._text(_without(messages, role, name))
 
     def renders_tools(self) -> bool:
-        """Return whether the template writes the definitions of tools."""
         chat = [{"role": "user", "content": _QUESTION}]
         with_them = self._text(chat)
         return with_them is not None and with_them != Probe(self.tokenizer, self.source, [], self.kwargs)._text(chat)
 
     def renders_call_ids(self) -> bool:
-        """Return whether the template writes the ids of results."""
+        """Return whether the template writes the ids that link results to calls."""
         chat = _short_chat({"role": "tool", "content": _ANSWER, "tool_call_id": "c47134713"}, "tool_call_id")
         with_it = self._text(chat)
         return with_it is not None and with_it != self._text(_without(chat, "tool", "tool_call_id"))
 
     def answer(self, message: Json) -> str:
-        """Return the text that the template writes for an assistant's message, without what surrounds it."""
+        """Return the part of a rendering that the template writes for one message of the assistant."""
         asked = [{"role": "user", "content": _QUESTION}]
         whole = self._text([*asked, message]) or ""
         opened = self._text(asked, add_generation_prompt=True) or ""
@@ -189,30 +185,24 @@ def _without(messages: Sequence[Json], role: str, name: str) -> list[Json]:
 
 
 def mentions(source: str, word: str) -> bool:
-    """Return whether a template's text contains a word. Without the word, the template cannot read a field or an
-    argument of that name."""
+    """Return whether a template's text contains a word; if it does not, the template reads no field of that name."""
     return re.search(rf"\b{re.escape(word)}\b", source) is not None
 
 
 CALL_IDS = "ids of results"
 
 MAX_REMEMBERED = 256
-"""Largest number of cached fields per template."""
 
 
 @dataclass
 class _Proofs:
-    """Cached proofs for one template."""
-
     template: Any
     rendered: dict[tuple[str, str], bool] = field(default_factory=dict)
-    """For each (role, field), whether the template renders the field. False is cached only if the proof did not depend
-    on the request."""
+    """True for each (role, field) that the template renders. False is cached only if the proof ignored the request."""
     answer_format: AnswerFormat | None = None
 
 
 _proofs: WeakKeyDictionary[Any, _Proofs] = WeakKeyDictionary()
-"""Proofs of each tokenizer in use."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +213,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the template; several templates of one tokenizer are joined."""
+        """Text of the tokenizer's chat template; if the tokenizer has several templates, their texts joined."""
         template = self.tokenizer.chat_template
         return json.dumps(template) if isinstance(template, dict) else str(template or "")
 
@@ -233,10 +223,8 @@ class ChatTemplate:
         tools: Sequence[Json] = (),
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> IntArray:
-        """Return the [P] token ids of rendered messages, with the assistant's answer opened.
-
-        Raises Unsupported for fields that the template does not render, InvalidInput for messages that it refuses.
-        """
+        """Return the [P] token ids of rendered messages, with the assistant's answer opened. Raises Unsupported for
+        fields that the template does not render, InvalidInput for messages that it refuses."""
         if tools:
             template_kwargs = {name: value for name, value in template_kwargs.items() if name != "tools"}
         checked = self.checked(messages, tools, template_kwargs)
@@ -281,8 +269,7 @@ class ChatTemplate:
         return proofs.answer_format
 
     def opens_reasoning(self, prompt_ids: IntArray, messages: Sequence[Json] = ()) -> bool:
-        """Return whether an answer to the prompt begins within reasoning. The template may have opened the reasoning,
-        or the assistant's message that the answer continues."""
+        """Return whether an answer begins within reasoning, which the template or the continued message opened."""
         if not self.answer_format.reasons:
             return False
         if messages and messages[-1]["role"] == "assistant":
@@ -291,8 +278,7 @@ class ChatTemplate:
         return opens_reasoning(self.tokenizer, prompt_ids)
 
     def effort_kwargs(self, effort: str | None) -> Json:
-        """Return the template's arguments for `reasoning_effort`. Raises Unsupported for an effort that the
-        template does not support."""
+        """Return the template's arguments for an effort. Raises Unsupported for an effort that the template lacks."""
         if effort is None:
             return {}
         if mentions(self.source, "reasoning_effort"):
@@ -311,8 +297,7 @@ class ChatTemplate:
         )
 
     def _proves(self, role: str, name: str, proof: Callable[[], bool], final: bool = False) -> bool:
-        """Return whether a field is rendered. A `final` proof does not depend on the request, so its result is cached
-        even if it is negative."""
+        """Return whether a field is rendered. A `final` proof ignores the request: a negative result is cached too."""
         cached = self._proofs().rendered
         if (role, name) in cached:
             return cached[role, name]

@@ -31,7 +31,6 @@ from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""Mark of a chat template at the beginning of the assistant's tokens."""
 
 Span = tuple[int, int]
 """Begin and end of a span, in characters or tokens."""
@@ -41,10 +40,8 @@ def encode_conversation(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> tuple[IntArray, np.ndarray]:
     """Return ([T] token ids, [T] bool: written by the assistant) of a conversation up to the end of its last answer.
-
     Raises InvalidInput for a template without marks whose earlier messages depend on later ones, and for one whose
-    answers may end without a token at which sampling stops.
-    """
+    answers may end without a token at which sampling stops."""
     if not tokenizer.chat_template:
         raise InvalidInput("the tokenizer has no chat template, which conversations need; use another tokenizer")
     if GENERATION_MARK.search(str(tokenizer.chat_template)):
@@ -93,10 +90,8 @@ def _by_prefixes(
 def _by_marks(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[list[int], list[Span]]:
-    """Return the tokens of the whole conversation, and the spans between the template's marks.
-
-    A token that begins before a mark belongs to the span only if its text before the mark is white space.
-    """
+    """Return the conversation's tokens and the spans between the template's marks. A token that begins before a mark
+    belongs to the span only if its text before the mark is white space."""
     if not tokenizer.is_fast:
         raise InvalidInput(
             f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot find: it has no "
@@ -122,7 +117,7 @@ def _by_marks(
 
 
 def _marked(tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools) -> tuple[str, list[Span]]:
-    """Return the rendered conversation, and the characters between the template's marks."""
+    """Return the rendered conversation, and the spans between the template's marks, in characters."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render_chat(tokenizer, messages, template_kwargs, tools)  # raises the template's errors as InvalidInput
@@ -164,8 +159,7 @@ def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: lis
 
 
 def _stop_of(tokenizer: Any, ids: list[int], stops: frozenset[int], span: Span, behind: int) -> int | None:
-    """Return the index of the token that ends a span: the last stop in it, else the first stop after it and white
-    space."""
+    """Return the index of a span's end token: the last stop in the span, else the first stop after white space."""
 
     def is_blank(first: int, last: int) -> bool:
         return not tokenizer.decode(ids[first:last], skip_special_tokens=False).strip()

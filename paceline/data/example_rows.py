@@ -34,8 +34,7 @@ from paceline.spec import DataSection
 MARK = r"<[^<>\s]*start[^<>\s]*>\w*|<[|｜][^<>]*[|｜]>|</?\w[^<>\s]*>|\[/?[A-Z_]+\]"
 """A mark of a chat: `<start_of_turn>user`, `<|user|>`, `</s>`, `[INST]`."""
 WRITTEN = re.compile(rf"{MARK}|\s+|(?:(?!{MARK})\S)+")
-"""Units of a text: marks, white space, and the text between them. The common beginning of a pair never ends within a
-unit."""
+"""Units of a text: marks, white space, and text between them. A pair's common beginning never ends within a unit."""
 WORDS = re.compile(rf"{MARK}|\s+|[\w\u0300-\u036f]+|(?:(?!{MARK})[^\w\s])+")
 """Shorter units than those of WRITTEN, for texts without white space."""
 
@@ -50,7 +49,7 @@ class Demonstration(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """One prompt with a better completion and at least one worse."""
+    """One prompt with a better completion and at least one worse completion."""
 
     prompt: Any
     chosen: Any
@@ -60,15 +59,12 @@ class Preference(NamedTuple):
 
 
 class LabeledCompletion(NamedTuple):
-    """One completion, good or bad."""
-
     prompt: Any
     completion: Any
     desirable: bool
 
 
 def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
-    """Return the demonstration of a row. Raises DataError."""
     if (key := conversation_key(row, data)) is not None:
         messages: Any = row.get(key)
         if not are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -90,7 +86,6 @@ def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
 
 
 def _whole_text(row: dict[str, Any], data: DataSection) -> str:
-    """Return the text of a row without a prompt. Raises DataError."""
     text = row["text"]
     if not isinstance(text, str) or not text:
         raise DataError(f"column 'text' must be text that is not empty, not {text!r:.80}; correct or remove the row")
@@ -100,7 +95,6 @@ def _whole_text(row: dict[str, Any], data: DataSection) -> str:
 
 
 def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
-    """Return the preference of a row. Raises DataError."""
     if "completions" in row and data.chosen_key not in row:
         return _ranked(row, data)
     check_columns(row, data.pair_keys)
@@ -130,9 +124,8 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
 
 
 def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
-    """Return the number in the column `data.preference_key`: below 0 if the completion of `chosen_key` is better, above
-    0 if that of `rejected_key` is, 0 if neither is better. Without `data.preference_key`, return -1. Raises
-    DataError."""
+    """Return the number in the column `data.preference_key` (-1 if it is unset): below 0 if the completion of
+    `chosen_key` is better, above 0 if that of `rejected_key` is, 0 if neither is better. Raises DataError."""
     if data.preference_key is None:
         return -1.0
     value = as_number(row.get(data.preference_key))
@@ -145,7 +138,6 @@ def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
 
 
 def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCompletion:
-    """Return the labeled completion of a row. Raises DataError."""
     check_prompt(row, data.prompt_key)
     check_columns(row, (data.completion_key,))
     label = row.get(data.label_key)
@@ -227,8 +219,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
 
 
 def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
-    """Return completions without the messages of the prompt, if all are conversations that begin with them, as in
-    HuggingFaceH4/ultrafeedback_binarized."""
+    """Return completions without the prompt, if all begin with the prompt (HuggingFaceH4/ultrafeedback_binarized)."""
     if not all(are_messages(each) and not fault_of_messages(each) for each in whole):
         return whole
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain(prompt)
@@ -237,10 +228,8 @@ def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
 
 
 def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[str]]:
-    """Return the common beginning of texts up to the last position at which all may be split, and the remainders.
-
-    A space there belongs to the remainder, as in TRL, because tokens of words begin with it.
-    """
+    """Return the common beginning of texts up to the last position at which all may be split, and the remainders. A
+    space there belongs to the remainder, as in TRL, because tokens of words begin with it."""
     first, last = min(whole), max(whole)  # the beginning of these two is that of all
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     common = min(common, min(map(len, whole)) - 1)  # each text continues after it
@@ -260,13 +249,12 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
-    """Return whether the completion of a row is complete: false for a recorded completion that was cut at the length
-    limit."""
+    """Return whether the completion of a row is complete: false for a recorded completion cut at the length limit."""
     return row.get("finish_reason") != "length"
 
 
 def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
-    """Return the prompt with the system prompt, as messages if any completion is messages."""
+    """Return the prompt with the system prompt; a text becomes a list of messages if any completion is messages."""
     if isinstance(prompt, str) and any(not isinstance(completion, str) for completion in completions):
         prompt = [{"role": "user", "content": prompt}]
     return with_system_prompt(prompt, data)

@@ -1,9 +1,7 @@
 """Opens and checks data sets of examples, and converts their rows to what the algorithm reads.
-
-`paceline.data.example_rows` has the forms of rows. Traces (`offline_grpo`) are grouped by their prompts; pairs become
-labeled completions for `kto`. Promise: what passes the check is read later without a fault, unless a chat template
-refuses it. Rows that are left out are counted.
-"""
+`paceline.data.example_rows` has the forms of rows. Traces (`offline_grpo`) are grouped by their prompts; pairs
+become labeled completions for `kto`. Promise: what passes the check is read later without a fault, unless a chat
+template refuses it. Rows that are left out are counted."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def check_example(spec: RunSpec) -> RowCheck:
 
 
 def _explained(spec: RunSpec, read: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
-    """Return a check that `read` accepts a row with its tools. Another algorithm's format is refused by name."""
+    """Return a check that `read` accepts a row and the row's tools. Another algorithm's format is refused by name."""
 
     def check(row: dict[str, Any]) -> None:
         try:
@@ -99,8 +97,7 @@ def _pair_keys(data: DataSection) -> tuple[str, ...]:
 
 
 def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
-    """Return the examples of the training (or validation) data: its rows, or groups of traces. Raises DataError,
-    Unreadable as `open_source` does."""
+    """Return the training (or validation) examples: rows, or groups of traces. Raises as `open_source` does."""
     source = spec.data.source(validation=validation)
     return as_examples(checked_rows(spec, validation=validation), spec, source.field)
 
@@ -134,7 +131,7 @@ def as_examples(rows: Rows, spec: RunSpec, field: str) -> Rows:
 
 
 def report_of(rows: Rows, spec: RunSpec) -> str:
-    """Return a description of the examples (or of the groups of traces) and of what was left out, for people."""
+    """Return a description, for people, of the examples (or the groups of traces) and of the rows left out."""
     assert spec.examples is not None
     if isinstance(rows, TraceGroups):
         return f"{describe(rows[0]['traces'][0], spec.data, 'traces')}; {rows.report}"
@@ -154,7 +151,6 @@ class UnpairedRows:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of rows from each data set of a list."""
         return tuple(2 * size for size in sizes_of(self._rows))
 
     @property
@@ -164,14 +160,13 @@ class UnpairedRows:
 
     @property
     def first_pair(self) -> dict[str, Any]:
-        """Return the first pair as it was read."""
+        """Return the first pair of completions, unchanged."""
         return self._rows[0]
 
     def __len__(self) -> int:
         return 2 * len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable as the rows do."""
         row, data = self._rows[index // 2], self._data
         pair = read_preference(row, data.model_copy(update={"system_prompt": None}))
         values = (
@@ -206,7 +201,6 @@ def _read_labeled(row: dict[str, Any], data: DataSection) -> None:
 
 
 def trace_keys(spec: RunSpec) -> TraceKeys:
-    """Return the columns of a spec's traces."""
     return TraceKeys(spec.data.prompt_key, spec.data.completion_key, spec.offline_grpo.reward_keys)
 
 
@@ -222,7 +216,7 @@ def read_traces(row: dict[str, Any], spec: RunSpec) -> list[Trace]:
 
 
 def _without_tools(table: Any) -> Mask:
-    """Return [N] booleans: false for rows with tools, which are checked one by one."""
+    """Return [N] booleans, false for rows with tools: such rows are checked singly."""
     return np.full(table.num_rows, "tools" not in table.column_names)
 
 
@@ -259,8 +253,7 @@ UNDECIDED = "neither completion is better"
 
 
 class DecidedPairs:
-    """Checked rows of pairs, without rows whose number (`data.preference_key`) is 0, because neither completion is
-    better. Only their indices are in memory."""
+    """Checked pairs without undecided ones (`data.preference_key` is 0). Only the indices of pairs are in memory."""
 
     def __init__(self, rows: Rows, data: DataSection, field: str) -> None:
         """Raise DataError that names `field` if a data set has no pair with a better completion."""
@@ -268,20 +261,17 @@ class DecidedPairs:
         self._kept = np.array([i for i in range(len(rows)) if preference_of(rows[i], data) != 0], np.int64)
         ends = np.searchsorted(self._kept, [0, *accumulate(sizes_of(rows))])
         self.sizes = tuple(np.diff(ends).tolist())
-        """Number of rows of each joined data set."""
         if 0 in self.sizes:
             raise DataError(
                 f"{field}: column {data.preference_key!r} is 0 in all {sizes_of(rows)[self.sizes.index(0)]:,} rows of a data "
                 "set, so neither completion is ever better; correct data.preference_key, or remove the data set"
             )
         self.left_out = Counter({UNDECIDED: len(rows) - len(self)})
-        """For each reason, the number of rows that were left out for it."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable as the rows do."""
         return self._rows[int(self._kept[index])]
 
 

@@ -1,8 +1,6 @@
-"""Recognises the formats of data sets by the columns of a row: those of TRL, of NeMo RL, and traces.
-
-The style of a format is *standard* if its texts are texts, *conversational* if they are chat messages. Promise: formats
-are named by the same rules by which rows are read, so a description of a data set matches what is trained.
-"""
+"""Recognises the formats of data sets by the columns of a row: those of TRL, of NeMo RL, and traces. The style of a
+format is *standard* if its texts are texts, *conversational* if they are chat messages. Promise: formats are named
+by the same rules by which rows are read, so a description of a data set matches what is trained."""
 
 from __future__ import annotations
 
@@ -38,8 +36,6 @@ READERS = {
 
 
 class Format(NamedTuple):
-    """A data set's format."""
-
     kind: Kind
     name: str
     """Name for people, with the library that defines it."""
@@ -48,7 +44,7 @@ class Format(NamedTuple):
     tools: bool = False
     """True if rows have definitions of tools for the chat template."""
     note: str = ""
-    """Conversion of the rows; empty if they are read unchanged."""
+    """Description of the conversion of the rows; empty if the rows are read unchanged."""
 
     def __str__(self) -> str:
         styles = {None: "", False: ", standard", True: ", conversational"}
@@ -57,7 +53,7 @@ class Format(NamedTuple):
 
 
 def format_of_row(row: Mapping[str, Any], data: DataSection) -> Format | None:
-    """Return the format of a row with the columns that `data` names; None if it is unknown."""
+    """Return the format of a row with the columns that `data` names; None for an unknown format."""
     has_tools = bool(row.get("tools"))
 
     def of(kind: Kind, name: str, key: str, note: str = "") -> Format:
@@ -105,8 +101,7 @@ def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm
 
 
 def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str:
-    """Return a description of a data set's format by its first row, for people. `form` is the form of the algorithm's
-    examples, None for an algorithm that samples."""
+    """Describe a data set's format by its first row. `form` is the algorithm's; None for an algorithm that samples."""
     if form is None and is_made(data):
         named = "data.prompt_template" if data.prompt_template is not None else "data.choices"
         return f"prompts by {named}, from rows with the columns {', '.join(sorted(row))}"

@@ -1,10 +1,7 @@
-"""Reads rows of JSON files: one object on each line, or one array of objects.
-
-Lines are indexed by their offsets and read on request, so memory holds sixteen bytes for each row. An array is read as
-a whole and kept as lines in an unnamed file, like the rows of a CSV file, so a change of the original file has no
-effect. Files that were encrypted with this process's storage key are decrypted. If there is such a key, each kept row
-is encrypted with another key that only this process has.
-"""
+"""Reads rows of JSON files: one object on each line, or one array of objects. Lines are indexed by their offsets and
+read on request, so memory holds sixteen bytes for each row. An array is read as a whole and kept as lines in an
+unnamed file, so a change of the original has no effect. Files that were encrypted with this process's storage key
+are decrypted; kept rows are then encrypted with a key that only this process has."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ class SpooledRows:
         self._growing.append(self._growing[-1] + len(line))
 
     def finished(self) -> SpooledRows:
-        """Make the rows readable, and return them."""
         self._file.flush()
         self._offsets = np.array(self._growing, np.int64)
         self.fingerprint = f"{len(self)} rows, XXH3 {self._digest.hexdigest()}"
@@ -83,8 +79,7 @@ def open_json(path: Path, check: Check | None = None) -> JsonLines | SpooledRows
 
 
 class JsonLines:
-    """A JSONL file by line offsets. Every line is checked once when it is opened. The file stays open, so that its rows
-    do not change if another file replaces it."""
+    """A JSONL file by line offsets, checked when it is opened. The file stays open, so a replacement changes no row."""
 
     def __init__(self, path: Path, check: Check | None = None):
         self._path = path
@@ -119,7 +114,6 @@ class JsonLines:
         )
 
     def _index(self, check: Check | None) -> tuple[array[int], array[int]]:
-        """Return the offsets of the beginnings and ends of the rows."""
         offsets, ends = array("q"), array("q")  # eight bytes each, unlike a list
         keys, path = None, self._path
         for number, (start, end, line) in enumerate(self._file, start=1):
@@ -156,7 +150,7 @@ def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _array(path: Path, check: Check | None) -> SpooledRows:
-    """Return the objects of an array. Raises DataError with the line at which a faulty one begins."""
+    """Return the objects of an array. Raises DataError with the line at which a faulty object begins."""
     if (size_mb := path.stat().st_size / (1 << 20)) > MAX_ARRAY_MB:
         raise DataError(
             f"{path} is one JSON array of {size_mb:.0f} MB, which must be read as a whole; write one object on each line "

@@ -23,8 +23,7 @@ Json = dict[str, Any]
 MAX_DEPTH = 16
 """Largest depth of references and combinations; a recursive schema has no end."""
 MAX_SCHEMAS, MAX_ALTERNATIVES = 500, 64
-"""Largest number of schemas that are read within one schema, and largest number of alternatives that are kept:
-references can multiply both."""
+"""Largest number of schemas read within one schema, and of alternatives kept: references can multiply both."""
 COMBINING = ("$ref", "anyOf", "oneOf", "allOf")
 
 TYPE_NAMES = {
@@ -90,7 +89,7 @@ def types_of(schema: Any, root: Any) -> frozenset[str] | None:
 
 
 def property_of(schema: Any, root: Any, name: str) -> list[Any]:
-    """Return the schemas of a property, one from each alternative that declares it."""
+    """Return the schemas of a property, one from each alternative that declares the property."""
     properties = [each.get("properties") for each in alternatives(schema, root)]
     return [each[name] for each in properties if isinstance(each, dict) and name in each]
 
@@ -156,7 +155,7 @@ log = logging.getLogger(__name__)
 
 
 def without_added_nulls(row: Json, *, is_table: bool) -> Json:
-    """Return a row whose tool calls have no added nulls."""
+    """Return the row without the nulls that a file format added to arguments of tool calls."""
     if not any(_may_call(value) for value in row.values()):
         return row
     try:
@@ -218,7 +217,7 @@ def _is_meant(key: str, declared: list[Any], schema: Any, root: Json, is_table: 
 
 
 _warned: set[bool] = set()
-"""Has true if the warning was logged for rows of tables, and false if it was logged for other rows."""
+"""Contains True once the warning was logged for rows of tables, and False once for other rows."""
 
 
 def _warn(key: str, is_table: bool) -> None:

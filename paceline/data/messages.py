@@ -33,7 +33,7 @@ SAYS_NOTHING: tuple[Any, ...] = (None, [], {}, "")
 """Values that mean that a field is absent: clients write them, and tables fill missing fields with null."""
 
 CALL_FIELDS = ("tool_calls", "function_call")
-"""Fields with calls: the API's, and its older form for a single call."""
+"""Fields with calls: the API's field, and the API's older field for a single call."""
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of the field with the reasoning of an answer."""
@@ -56,7 +56,7 @@ def are_messages(value: Any) -> bool:
 
 
 def fault_of_messages(value: Any) -> str:
-    """Return why a value is not a list of chat messages that a template can take; empty if it is."""
+    """Return why a value is not a list of chat messages that a template can take; empty if there is no fault."""
     if not isinstance(value, list) or not value:
         return f"must be text or chat messages, not {value!r:.80}"
     for index, message in enumerate(value):
@@ -94,7 +94,7 @@ def read_message(message: Mapping[str, Any]) -> Json:
 
 
 def api_message(message: Json) -> Json:
-    """Return a read message in the API's form: arguments as text, and no content if it has only calls."""
+    """Return a read message in the API's form: arguments as text, and no content beside calls if it is empty."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -128,7 +128,7 @@ def _read_content(role: str, content: Any, *, optional: bool) -> str:
 
 
 def _read_reasoning(role: str, fields: Json) -> str:
-    """Remove the reasoning of an answer from its fields, under any of its names, and return it."""
+    """Remove the fields of REASONING_FIELDS from the fields of an answer, and return the reasoning."""
     names = [name for name in REASONING_FIELDS if role == "assistant" and isinstance(fields.get(name), str)]
     found = {name: fields.pop(name) for name in names}
     if len(set(found.values())) > 1:
@@ -173,8 +173,7 @@ def _read_call(call: Any) -> Json:
 
 
 def _read_arguments(function: Json) -> Json:
-    """Return the arguments as an object. Templates write an object as JSON themselves, but the API has arguments as
-    JSON text. If this text is that of a text, the arguments were encoded twice and are decoded twice."""
+    """Return the arguments as an object, which templates write as JSON. Text encoded twice is decoded twice."""
     arguments = function.get("arguments", {})
     for _ in range(2):
         if isinstance(arguments, str):
@@ -219,7 +218,7 @@ STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_fin
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError for invalid JSON, or if it is nested too deeply."""
+    """Return the value of a JSON text. Raises ValueError for invalid or too deeply nested JSON."""
     try:
         return STRICT_JSON.decode(text)
     except RecursionError:
@@ -253,7 +252,7 @@ def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None
 
 
 def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
-    """Return one definition of tools, read from the column's `value`. `filled`: a table may have added nulls to it."""
+    """Return one tool's definition in the API's form; `value` is its column. `filled`: a table may have added nulls."""
     if not isinstance(tool, dict):
         raise _bad_tools(value)
     read: Json = _without_nulls(tool) if filled else tool
@@ -304,7 +303,7 @@ _MARK = "Text 4713."
 
 
 class NotRendered(InvalidInput):
-    """The template would leave out a field of messages of a role."""
+    """Raised if the template would leave out a field that messages of a role have."""
 
     def __init__(self, role: str, name: str) -> None:
         super().__init__(
@@ -339,11 +338,8 @@ def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Jso
 
 
 def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
-    """Return messages with the results of tools in the order of their calls.
-
-    This is for a template that does not write ids, so that its model knows results only by their order. Raises
-    InvalidInput if the results are not those of the calls before them.
-    """
+    """Return messages with the results of tools in the order of their calls, for a template that writes no ids. Raises
+    InvalidInput if the results are not those of the calls before them."""
     ordered: list[Json] = []
     block: list[Json] = []
     ids: list[Any] = []
@@ -385,6 +381,5 @@ def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> boo
 
 @functools.lru_cache(maxsize=64)
 def _reads(source: str, field: str) -> bool:
-    """Return whether a template really reads a field of a message. A template may have the field's name in its text for
-    another reason."""
+    """Return whether a template reads a field of messages, rather than just has the field's name in a text."""
     return re.search(rf"(?:\.|['\"]){field}\b", source) is not None

@@ -1,7 +1,5 @@
 """Draws prompts in a seeded, endless order: a permutation in every epoch, or a weighted mixture of several data sets.
-
-Promise: the row of a draw depends only on the seed and the number of the draw, as a restart requires.
-"""
+Promise: the row of a draw depends only on the seed and the number of the draw, as a restart requires."""
 
 from __future__ import annotations
 
@@ -61,7 +59,6 @@ class PromptSource:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the rows at the time of opening."""
         return self._rows.fingerprint
 
     @property
@@ -98,7 +95,7 @@ class PromptSource:
 
     @property
     def _added(self) -> str | None:
-        """Return the column with the source's name, unless the rows have one."""
+        """Return the name of the column to add for a row's source; None if the rows have that column."""
         key = self._data.source_key
         return key if self._names and key not in self._rows.columns else None
 
@@ -117,8 +114,7 @@ def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_
 
 
 def prompt_rows(data: DataSection, *, validation: bool = False, has_tools: bool = True) -> Rows:
-    """Return the rows of the training (or validation) data, each with a usable prompt. Raises DataError, Unreadable as
-    `open_prompts` does."""
+    """Return the training (or validation) rows, each with a usable prompt. Raises as `open_prompts` does."""
     check_prepared(data)
     return open_source(data.source(validation=validation), row_check(data, has_tools=has_tools))
 
@@ -152,10 +148,8 @@ def _order(rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: b
 
 
 class Epochs:
-    """An order with every row once in each epoch, in a separate permutation unless `shuffle` is false.
-
-    `index` is the row of a draw, `part` its part of the data, `rows` the rows of the first draws, ascending.
-    """
+    """An order with every row once in each epoch, permuted if `shuffle`. `index` is the row of a draw, `part` the
+    draw's part of the data, `rows` the rows of the first draws, ascending."""
 
     def __init__(self, sizes: Sequence[int], seed: int, *, shuffle: bool) -> None:
         """`sizes` are the numbers of rows of the parts, in order."""
@@ -201,11 +195,8 @@ class Mixture:
         return sorted({self.index(cursor) for cursor in range(num_draws)})
 
     def _mix(self, block: int) -> None:
-        """Compute the part of each draw in a block, and the number of earlier draws of its part.
-
-        Part p with n draws has one at a random position in each n-th of the block (stratified sampling), so that short
-        runs of draws come close to the weights too.
-        """
+        """Compute the part of each draw in a block, and the number of earlier draws of its part. Part p with n draws
+        has one at a random position in each n-th of the block (stratified sampling), to keep weights in short runs."""
         rng = np.random.default_rng((self._seed, block, 0, 1))
         places = [(np.arange(number) + rng.random(number)) / number for number in self._shares]
         parts = np.repeat(np.arange(len(places)), self._shares)

@@ -1,9 +1,7 @@
-"""Checks single rows, and scans whole tables by columns.
-
-Each check of a row raises DataError with the column, the value and a remedy. Column operations find the rows of a table
-that certainly pass, in seconds for a million rows; the others are checked one by one. Promise: a scan never accepts a
-row that the check of single rows refuses. In a column of an unknown form no row certainly passes.
-"""
+"""Checks single rows, and scans whole tables by columns. Each check of a row raises DataError with the column, the
+value and a remedy. Column operations find the rows of a table that certainly pass, in seconds for a million rows;
+the others are checked one by one. Promise: a scan never accepts a row that the check of single rows refuses. In a
+column of an unknown form no row certainly passes."""
 
 from __future__ import annotations
 
@@ -34,22 +32,19 @@ Check = Callable[[dict[str, Any]], object]
 Mask = npt.NDArray[np.bool_]
 
 BATCH_ROWS = 1 << 16
-"""Number of rows in one scan."""
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A check of single rows, with a scan that makes most of its calls unnecessary."""
+    """A check of single rows, with a scan of tables that makes most calls of the check unnecessary."""
 
     row: Check
     columns: tuple[str, ...] | None
     """Columns that the check reads, if the table has them; None for all."""
     passing: Callable[[pa.Table], Mask]
-    """The scan: takes a table with N rows, and returns [N] booleans that are true for rows that certainly pass the
-    check."""
+    """The scan: takes a table with N rows, and returns [N] booleans, true for rows that certainly pass the check."""
 
     def __call__(self, row: dict[str, Any]) -> None:
-        """Check one row. Raises DataError."""
         self.row(row)
 
 
@@ -113,8 +108,7 @@ def unanswered(table: pa.Table, name: str) -> Mask:
 
 
 def different(table: pa.Table, name: str, other: str) -> Mask:
-    """Return [N] whether two columns certainly differ: in text, or the last of equally many messages. Both must be
-    `texts`."""
+    """Return [N] whether two columns of `texts` certainly differ: in text, or the last of equally many messages."""
     import pyarrow.compute as pc
 
     one, two = table[name], table[other]
@@ -236,7 +230,6 @@ def _are_plain_messages(kind: pa.DataType) -> bool:
 
 
 def _mask(values: Any) -> Mask:
-    """Return Arrow's booleans, false for null."""
     import pyarrow.compute as pc
 
     mask: Mask = np.asarray(pc.fill_null(values, False)).astype(bool)
@@ -249,9 +242,8 @@ def _unequal(one: npt.NDArray[np.object_], two: npt.NDArray[np.object_]) -> Mask
 
 
 def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
-    """Return the check that every row has a usable prompt, or the columns that make one. With an empty
-    `data.prompt_key` it checks rows without prompts. NeMo RL's `input` is a prompt too. With `has_tools` the chat
-    template gets a row's tools."""
+    """Return the check that every row has a usable prompt (with an empty `data.prompt_key`: no prompt), or the columns
+    that make one. NeMo RL's `input` is a prompt too. With `has_tools` the chat template gets a row's tools."""
     if is_made(data):
         return RowCheck(
             lambda row: check_text(prompt_of(row, data)[0], data.prompt_key),
@@ -280,7 +272,7 @@ def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
 
 
 def check_prepared(data: DataSection) -> None:
-    """Raise DataError if data must still be prepared."""
+    """Raise DataError if the rows still need `data.preparation`."""
     if data.preparation.is_used:
         raise DataError(
             "data.preparation is set, but the run came without prepared rows; submit it with this version's `paceline submit` or "
@@ -306,7 +298,7 @@ def check_text(value: Any, key: str) -> None:
 
 
 def check_columns(row: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raise DataError if `row` lacks one of the columns, or one is empty."""
+    """Raise DataError if `row` lacks one of the columns, or has no value in one of the columns."""
     for key in keys:
         if key not in row:
             raise DataError(f"no {key!r} in a row with the columns {sorted(row)}; name the columns in data.*_key")

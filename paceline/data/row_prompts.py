@@ -1,8 +1,6 @@
-"""Gets the prompt and the columns for reward functions from a row of a data set. Pure.
-
-Promise: everything that a draw reads was checked in the same way when the data set was opened. A row whose right answer
-is not among its answers (`data.choices`) is refused, never scored. TRL's and NeMo RL's names of columns need no key.
-"""
+"""Gets the prompt and the columns for reward functions from a row of a data set. Pure. Promise: everything that a draw
+reads was checked in the same way when the data set was opened. A row whose right answer is not among its answers
+(`data.choices`) is refused, never scored. TRL's and NeMo RL's names of columns need no key."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def _right(row: Mapping[str, Any], key: str, labels: list[str], count: int) -> i
 
 
 CHOICES = "choices"
-"""Name of the lettered list of answers in a template."""
+"""Name that a template has in braces for the lettered list of answers."""
 
 
 def is_made(data: DataSection) -> bool:

@@ -42,7 +42,7 @@ from paceline.spec.sections.data import DataSource
 
 
 class Rows(Protocol):
-    """A sequence of rows."""
+    """A sequence of rows; `rows[index]` raises Unreadable if the row cannot be read now."""
 
     fingerprint: str
     """Identity of the contents, which reveals a replaced file if that can be detected."""
@@ -62,16 +62,14 @@ def open_rows(name: str | tuple[str, ...], split: str, field: str = "data.train"
 def open_source(source: DataSource, check: Check | None = None) -> Rows:
     """Return the rows of a data set, or of several in order. `check` raises DataError for an unusable row. For a table
     (Parquet, Arrow, a folder, the hub) the rows that the scan of a `RowCheck` passes are not checked one by one.
-
-    Raises DataError with the field, or with the line or row; Unreadable if something cannot be read now.
-    """
+    Raises DataError with the field, or with the line or row; Unreadable if something cannot be read now."""
     names = (source.name,) if isinstance(source.name, str) else source.name
     entries = [_entry(source._replace(name=name), name, check) for name in names]
     return entries[0] if len(entries) == 1 else JoinedRows(entries, names)
 
 
 def _entry(source: DataSource, name: str, check: Check | None) -> Rows:
-    """Return the rows of one name, which may mean several files."""
+    """Return the rows of the file, files (a glob) or data set `name`."""
     field, config = source.field, source.config
     parts: list[Rows] = []
     paths: list[str] = []
@@ -90,7 +88,6 @@ def _entry(source: DataSource, name: str, check: Check | None) -> Rows:
 
 
 def _file(name: str, field: str, check: Check | None) -> Rows:
-    """Return the rows of one file. Raises DataError, Unreadable."""
     path = Path(name)
     try:
         match path.suffix:
@@ -117,7 +114,6 @@ def _check_table(rows: TableRows, check: Check, where: str) -> None:
 
 
 MAX_CELL = 64 << 20
-"""Largest number of characters in one cell."""
 TRUTH = re.compile(r"true|false", re.IGNORECASE)
 Conversion = Callable[[str], Any]
 """Takes the text of a cell and returns the cell's value; None if this conversion does not apply."""
@@ -174,7 +170,6 @@ def _checked_names(path: Path, names: list[str]) -> list[str]:
 
 
 def _converters(path: Path) -> list[tuple[str, Conversion]]:
-    """Return each column with the conversion of its cells."""
     lines = _lines(path, header=True)
     names = next(lines, (0, []))[1]
     conversions: list[list[Conversion]] = [[_number, _number_text, _truth] for _ in names]
@@ -191,7 +186,7 @@ def _converters(path: Path) -> list[tuple[str, Conversion]]:
 
 
 def _number(cell: str) -> int | float | None:
-    """Return the number in a cell; None if there is none, or if its spelling would change."""
+    """Return the number in a cell; None without a number, or if the number would be spelled differently."""
     number = number_of(cell)
     return number if str(number) == cell else None
 
@@ -208,8 +203,7 @@ class JoinedRows:
     """The rows of all parts, in their order."""
 
     def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
-        """`names` are the names of the parts, for messages. Raises DataError if a part lacks a column of the first
-        part."""
+        """`names` are the parts' names, for messages. Raises DataError if a part lacks a column of the first part."""
         for part, name in zip(parts, names, strict=True):
             if missing := sorted(set(parts[0].columns) - set(part.columns)):
                 raise DataError(
@@ -217,7 +211,6 @@ class JoinedRows:
                 )
         self._parts = parts
         self.sizes = tuple(map(len, parts))
-        """Number of rows of each part."""
         self._ends = list(accumulate(self.sizes))
         self.columns = parts[0].columns
         self.fingerprint = "; ".join(part.fingerprint for part in parts)
@@ -226,7 +219,6 @@ class JoinedRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable as the row's part does."""
         number = bisect_right(self._ends, index)
         return self._parts[number][index - (self._ends[number - 1] if number else 0)]
 
@@ -258,11 +250,9 @@ def names_files(name: str) -> bool:
 
 
 def files_of(name: str, field: str) -> Iterator[Path]:
-    """Yield the local files of `name`, the value of `field`; those of a glob in the order of their names.
-
-    A copy of a store's file exists until the next one is requested, and beyond that while it is open. Raises Unreadable
-    if there are none or the store cannot be reached; SpecError for a scheme that fsspec does not know.
-    """
+    """Yield the local files of `name`, the value of `field`; those of a glob in the order of their names. A copy of a
+    store's file exists until the next one is requested, and beyond that while it is open. Raises Unreadable if there
+    are none or the store cannot be reached; SpecError for a scheme that fsspec does not know."""
     if is_url(name):
         yield from _stored_files(name, field)
         return
@@ -297,7 +287,7 @@ def _stored_files(url: str, field: str) -> Iterator[Path]:
 
 
 def _listed(url: str, field: str) -> tuple[AbstractFileSystem, list[str]]:
-    """Return the store of a URL, and the paths of its existing files."""
+    """Return the store of a URL (of a file or a glob), and the paths of the existing files."""
     store, path = open_url(url, field)
     try:
         found = sorted(map(str, store.glob(path))) if glob.has_magic(path) else [path]

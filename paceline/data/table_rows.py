@@ -73,8 +73,7 @@ def open_table(
 
 
 def open_stream(name: str, split: str, field: str, config: str | None) -> Iterator[Any]:
-    """Yield the Arrow tables of a data set on the hub, or of a folder of files, as they are read. Raises DataError,
-    Unreadable; during reading also errors of `datasets`."""
+    """Yield the Arrow tables of a hub data set or a folder. Raises DataError, Unreadable, and errors of `datasets`."""
     stream = _loaded(None, name, split, field, config, streaming=True)
     tables: Iterator[Any] = stream.with_format("arrow").iter(STREAMED_ROWS)
     return tables
@@ -163,8 +162,7 @@ def short_types(schema: Any) -> dict[str, str]:
 
 
 def in_short_form(row: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with 32-bit and 16-bit numbers as written: 0.1, not 0.10000000149011612. `types` maps a column to
-    the type of its numbers."""
+    """Return a row with numbers of 32 and 16 bits as written: 0.1, not 0.10000000149011612. `types` are by column."""
     return {**row, **{name: _written(row[name], SHORT[kind]) for name, kind in types.items()}}
 
 
@@ -196,11 +194,11 @@ class TableRows:
 
 Row = dict[str, Any]
 Tables = Callable[[], Iterator["pa.Table"]]
-"""Starts a stream; returns its tables."""
+"""Starts a stream, and returns the tables of the stream."""
 
 THREAD_NAME = "stream"
 RETRY_S = 5.0
-"""Seconds until a block that could not be read is retried."""
+"""Seconds after which a block that could not be read is tried again."""
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +217,7 @@ class StreamedRows:
         shuffle: bool,
         retry_s: float = RETRY_S,
     ) -> None:
-        """Read the first block. Raises DataError if the block has no rows or if its first row is unusable, and the
-        errors of `tables`."""
+        """Read the first block. Raises DataError if it has no rows or an unusable first row, and errors of `tables`."""
         self._name, self._check, self._seed, self._shuffle = name, check, seed, shuffle
         self._block_rows, self._tables, self._retry_s = block_rows, _Tables(tables), retry_s
         self.fingerprint = f"stream of {name}"
@@ -256,7 +253,7 @@ class StreamedRows:
         return dict(block.rows[int(block.order[position])])
 
     def _block(self, number: int) -> _Block:
-        """Return a block, and keep only it and the next one. A block that could not be read is retried after a while."""
+        """Return a block; keep only this and the next block. An unreadable block is read again after `retry_s`."""
         again_s = time.monotonic() - self._retry_s
         self._blocks = {
             n: block
@@ -298,14 +295,12 @@ class StreamedRows:
 
 
 class _Block:
-    """Rows that a thread is reading, or has read."""
-
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.rows = rows
         self.order: npt.NDArray[np.int64] | None = None
         self.fault: Exception | None = None
         self.failed_s = 0.0
-        """Time of the fault, on the monotonic clock."""
+        """Time of the failure, in seconds of the monotonic clock."""
         self.done = threading.Event()
 
     def start(self, read: Callable[[], Sequence[Row]]) -> None:
@@ -358,7 +353,6 @@ class _Tables:
         return found
 
     def _next(self) -> pa.Table:
-        """Return the rest of the last table, or the next one."""
         if self._rest is not None:
             table, self._rest = self._rest, None
             return table

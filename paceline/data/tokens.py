@@ -1,7 +1,5 @@
-"""Converts prompts and texts to token ids, in the same way for sampling, supervised training and requests.
-
-Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
-"""
+"""Converts prompts and texts to token ids, in the same way for sampling, supervised training and requests. Texts are
+tokenised once. Sampled tokens are never decoded and tokenised again."""
 
 from __future__ import annotations
 
@@ -26,20 +24,16 @@ from paceline.spec import DataSection, PolicySection
 Kwargs = Mapping[str, Any]
 """Arguments of the chat template (`data.chat_template_kwargs`)."""
 Tools = Sequence[Mapping[str, Any]] | None
-"""Definitions of tools for the chat template, or None."""
 NO_KWARGS: Kwargs = MappingProxyType({})
 
 ANCHORS = ("\n", "a", ".", "0")
-"""Texts put before a text when it is encoded, to find its tokens within a longer text."""
+"""Texts that are put before an encoded text, to find the text's tokens within a longer text."""
 
 
 class _Ends(NamedTuple):
-    """Conditions that end sampling."""
-
     ids: frozenset[int]
     """Ids of the tokens that end sampling, in addition to the tokenizer's end of sequence."""
     by_text: bool
-    """True if stop strings end sampling too."""
 
 
 _ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()
@@ -47,7 +41,7 @@ _ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
-    """Return the policy's tokenizer. Raises InvalidInput if there is no working one, Unreadable if it is missing now."""
+    """Return the policy's tokenizer. Raises InvalidInput for an unusable tokenizer, Unreadable for a missing one."""
     from transformers import AutoTokenizer
 
     name = policy.tokenizer_name or policy.model_name
@@ -123,8 +117,8 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
 
 
 def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
-    """Raise InvalidInput if a token that texts may contain has no row in the embedding. Added tokens, as for images or
-    padding, have none in some models, which is no fault if nothing writes them."""
+    """Raise InvalidInput if a token that texts may contain has no row in the embedding. Added tokens that nothing
+    writes (images, padding) may lack a row, as in some models."""
     outside = {token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
     written = f"{tokenizer.chat_template or ''}{tokenizer.bos_token or ''}{tokenizer.eos_token or ''}"
     added = tokenizer.get_added_vocab() if outside else {}
@@ -139,12 +133,10 @@ def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
 def encode_prompt(
     tokenizer: Any, prompt: Any, template: str, template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> IntArray:
-    """Return [P] token ids of a prompt: messages by the chat template, text unchanged.
-
-    A prompt that ends with the assistant is continued, as by transformers' `continue_final_message`. `template` is
-    data.apply_chat_template, `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools for the
-    template. Raises InvalidInput: no template although one is needed, no tokens, or any error of tokenizer or template.
-    """
+    """Return [P] token ids of a prompt: messages by the chat template, text unchanged. A prompt that ends with the
+    assistant is continued, as by transformers' `continue_final_message`. `template` is data.apply_chat_template,
+    `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools for the template. Raises
+    InvalidInput: no template although one is needed, no tokens, or any error of tokenizer or template."""
     text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
     return np.array(_prompt_ids(tokenizer, prompt, template, text), np.int32)
 
@@ -205,12 +197,10 @@ def changed_text(tokenizer: Any, parts: Iterable[Any]) -> tuple[str, str] | None
 
 
 def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: str) -> IntArray:
-    """Return [K] tokens of a text that continues the tokens `before`.
-
-    Tokenizers may add white space at the beginning of a text (SentencePiece's dummy prefix, `add_prefix_space`), which
-    is wrong within a sequence. So the text is encoded behind the last token, if that is a mark, else behind a text
-    whose tokens the tokenizer keeps, and only the tokens after those are returned.
-    """
+    """Return [K] tokens of a text that continues the tokens `before`. Tokenizers may add white space at the beginning
+    of a text (SentencePiece's dummy prefix, `add_prefix_space`), which is wrong within a sequence. So the text is
+    encoded behind the last token, if that is a mark, else behind a text whose tokens the tokenizer keeps, and only
+    the tokens after those are returned."""
     anchors: Sequence[str] = ANCHORS
     last = None if len(before) == 0 else tokenizer.added_tokens_decoder.get(int(before[-1]))
     if last is not None:
@@ -224,8 +214,7 @@ def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: 
 
 
 def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: Tools) -> str:
-    """Return the template's text of messages up to the assistant's last one, to be continued. Raises InvalidInput if
-    the template changes that message."""
+    """Return the template's text of messages, the last to be continued. Raises InvalidInput if that message changes."""
     last, options = messages[-1], {"continue_final_message": True, **of_tools(tools)}
     content = last.get("content")
     if last.get("tool_calls") or not isinstance(content, str):
@@ -271,8 +260,7 @@ def render_chat(
 
 
 def _by_template(tokenizer: Any, messages: Any, template_kwargs: Kwargs, options: Kwargs) -> str:
-    """Return the chat template's text for messages. Raises InvalidInput with the template's error, because templates
-    refuse conversations that their model does not know (two turns of the user in a row), and for an unread argument."""
+    """Return the template's text for messages. Raises InvalidInput for the template's error or an unread argument."""
     source = str(tokenizer.chat_template)
     for name in template_kwargs:
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
@@ -310,7 +298,6 @@ def of_tools(tools: Tools) -> dict[str, Any]:
 
 
 def reads_tools(template: str) -> bool:
-    """Return whether a chat template supports tools."""
     return re.search(r"\btools\b", template) is not None
 
 
@@ -344,13 +331,10 @@ def encode_exchange(
     ends: bool = True,
     stops: frozenset[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Return ([P], [T]) token ids of a prompt and its completion. The completion ends where sampling would, at the end
-    of sequence, unless it was cut off (`ends` is false). `stops` are the tokens that end it (default: as for sampling).
-
-    A completion of messages is what the chat template adds to the prompt, and a new turn even behind the assistant's.
-    Raises InvalidInput if the template changes the prompt once an answer follows, because the trained prompt would
-    differ.
-    """
+    """Return ([P], [T]) token ids of a prompt and its completion, which ends where sampling would (at the end of
+    sequence, or one of `stops`) unless it was cut off (`ends` is false). A completion of messages is what the chat
+    template adds to the prompt, and a new turn even behind the assistant's. Raises InvalidInput if the template
+    changes the prompt once an answer follows, because the trained prompt would differ."""
     if isinstance(completion, str):
         text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
         ids = _prompt_ids(tokenizer, prompt, template, text)
@@ -374,8 +358,7 @@ def encode_exchange(
 
 
 def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, begins: bool) -> list[int]:
-    """Return the tokens of a text after a prompt: its tokens in the whole text, if that begins with the prompt's
-    tokens."""
+    """Return the tokens of a text after a prompt: those in the whole text, if that begins with the prompt's tokens."""
     with refusals("the tokenizer", f"the completion {text!r:.60}"):
         whole = (_begun if begins else ids_of)(tokenizer, prompt + text)
     if whole[: len(prompt_ids)] == prompt_ids:
@@ -384,9 +367,8 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to and including the last one at which sampling stops. Return None if there is no
-    such token, or if more than white space follows it. With `message`, a text that the template wrote, other text may
-    follow that does not contain `message`."""
+    """Return the number of tokens up to the last one at which sampling stops; None without such a token, or if more
+    than white space follows it. Other text may follow that lacks `message`, a text that the template wrote."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:
@@ -416,12 +398,10 @@ def encode_for_scoring(
     template_kwargs: Kwargs = NO_KWARGS,
     tools: Tools = None,
 ) -> IntArray:
-    """Return [T] token ids of a whole text that a reward model scores at its last token.
-
-    It ends with the tokenizer's end of sequence, whatever a run with that model stops at, so that trainer and scorer
-    read the same text. Trailing padding tokens are removed, as transformers does to find the last token: if the end of
-    sequence is also the padding, the score is read at the token before it.
-    """
+    """Return [T] token ids of a whole text that a reward model scores at its last token. It ends with the tokenizer's
+    end of sequence, whatever a run with that model stops at, so that trainer and scorer read the same text. Trailing
+    padding tokens are removed, as transformers does to find the last token: if the end of sequence is also the
+    padding, the score is read at the token before it."""
     stops = frozenset({end_id(tokenizer)})
     ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template, template_kwargs, tools, stops=stops))
     kept = (ids != padding_token_id(tokenizer)).nonzero()[0]

@@ -50,8 +50,6 @@ class TraceTokens(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One recorded completion."""
-
     prompt: Any
     """Text or chat messages."""
     completion: Any
@@ -67,8 +65,6 @@ class Trace(NamedTuple):
 
 
 class TraceKeys(NamedTuple):
-    """Columns of a trace."""
-
     prompt: str = "prompt"
     completion: str = "completion"
     rewards: tuple[str, ...] = ()
@@ -148,8 +144,7 @@ def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
 
 
 def _reward_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the reward: for TRL those of its reward functions, which hold numbers; none if no name is
-    standard."""
+    """Return the columns of the reward: for TRL those of its reward functions; none if no name is standard."""
     if REWARD_KEY in row:
         return (REWARD_KEY,)
     if not row.keys() >= TRL_COLUMNS:
@@ -185,23 +180,17 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
 
 
 class TraceGroups:
-    """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds only numbers.
-
-    A trace of an own export that names a group belongs to that group, any other trace to the group of its prompt.
-    """
+    """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds only numbers. A trace of an own export
+    that names a group belongs to that group, any other trace to the group of its prompt."""
 
     columns: tuple[str, ...] = ("traces",)
 
     def __init__(self, rows: Rows, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64) -> None:
-        """Group `rows`. Traces below `least_reward` are left out; a prompt of over `max_size` traces gets several groups.
-
-        Raises DataError if no group is left.
-        """
+        """Group `rows`. Traces below `least_reward` are left out; a prompt of over `max_size` traces gets several
+        groups. Raises DataError if no group is left."""
         self._rows, self.fingerprint = rows, rows.fingerprint
         self.left_out: Counter[str] = Counter()
-        """For each reason, the number of traces that are in no group for it."""
         self.formats: Counter[str] = Counter()
-        """For each format, the number of traces in groups."""
         members: dict[bytes, list[tuple[int, float]]] = {}
         formats: dict[int, str] = {}
         for index in range(len(rows)):
@@ -228,7 +217,6 @@ class TraceGroups:
         return len(self._groups)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return group `index`. Raises Unreadable as the rows do."""
         return {"traces": [self._rows[row] for row in self._groups[index]]}
 
     @property

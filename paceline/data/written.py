@@ -1,7 +1,5 @@
-"""Parses numbers as files write them, and decides whether a text is the value of a column. Pure.
-
-Promise: a number is recognised without loss, so nothing that was read as a number is compared in another form.
-"""
+"""Parses numbers as files write them, and decides whether a text is the value of a column. Pure. Promise: a number is
+recognised without loss, so nothing that was read as a number is compared in another form."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ def as_number(value: Any) -> Any:
 
 
 def says(text: str, value: Any) -> bool:
-    """Return whether a text is the value of a column. Files spell truth values and fractions in several ways, as `true`
-    and `True`, or `0.5` and `0.50`, and the value does not show how it was spelled."""
+    """Return whether a text is a column's value, however the file spells it: `true` or `True`, `0.5` or `0.50`."""
     if isinstance(value, bool):
         return text.lower() == str(value).lower()
     if isinstance(value, float) and number_of(text) == value:

@@ -93,7 +93,6 @@ class EncryptingWriter(io.RawIOBase):
         return len(view)
 
     def tell(self) -> int:
-        """Return the bytes of plaintext written."""
         return self._index * CHUNK_BYTES + len(self._waiting)
 
     def close(self) -> None:
@@ -112,8 +111,8 @@ class EncryptingWriter(io.RawIOBase):
 
 
 class DecryptingReader(io.RawIOBase):
-    """Reads the plaintext of an encrypted file from any position, and owns `source`. Raises WrongKey for a file of
-    another key, and on reading a chunk that is damaged, moved or cut off."""
+    """Reads an encrypted file's plaintext from any position, and owns `source`. Raises WrongKey for a file of another
+    key, and on reading a chunk that is damaged, moved or cut off."""
 
     def __init__(self, source: IO[bytes], key: StorageKey | None, name: str):
         """`source` must be seekable; `name` is the file's name in errors."""
@@ -124,7 +123,6 @@ class DecryptingReader(io.RawIOBase):
         self._header = source.read(HEADER_BYTES)
         self._cipher = AESGCM(_file_key(self._header, key, name))
         self.size = plain_size(encrypted_bytes)
-        """Bytes of plaintext."""
         self._last = max(0, -(-self.size // CHUNK_BYTES) - 1)
         self._position = 0
         self._chunk, self._chunk_index = b"", -1
@@ -185,8 +183,7 @@ def decrypting(source: IO[bytes], key: StorageKey | None, name: str) -> IO[bytes
 
 def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
     """Return a reader of the plaintext of a file that may be encrypted: `source` from its beginning, or a reader that
-    decrypts it with this process' key. Raises WrongKey, and InvalidInput for an unreadable key, after closing
-    `source`."""
+    decrypts it with this process's key. Raises WrongKey, InvalidInput (unreadable key), and closes `source`."""
     try:
         source.seek(0)
         start = source.read(len(MAGIC))
@@ -204,7 +201,7 @@ def open_data(path: Path) -> IO[bytes]:
 
 
 def encrypt(data: bytes, key: StorageKey) -> bytes:
-    """Return `data` as the bytes of an encrypted file."""
+    """Return the bytes of an encrypted file with the plaintext `data`."""
     target = io.BytesIO()
     with EncryptingWriter(target, key) as writer:
         writer.write(data)
@@ -242,7 +239,7 @@ OVERHEAD_BYTES = NONCE_BYTES + TAG_BYTES
 
 
 class RecordCipher:
-    """Seals and opens the records of one purpose and salt."""
+    """Seals and opens records with the key of one purpose and salt."""
 
     def __init__(self, key: StorageKey, purpose: str, salt: bytes = b""):
         self._cipher = AESGCM(key.derive(f"record {purpose}", salt))

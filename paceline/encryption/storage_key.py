@@ -1,8 +1,6 @@
-"""The key that encrypts a deployment's files: 32 random bytes, given as 64 hexadecimal digits.
-
-Every use derives a separate key with HKDF-SHA-256 (RFC 5869), so that the given key encrypts nothing directly. The
-key's name distinguishes keys without revealing their bytes.
-"""
+"""The key that encrypts a deployment's files: 32 random bytes, given as 64 hexadecimal digits. Every use derives a
+separate key with HKDF-SHA-256 (RFC 5869), so that the given key encrypts nothing directly. The key's name
+distinguishes keys without revealing their bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ REMEDY = "write 64 hexadecimal digits, such as `openssl rand -hex 32` prints"
 
 
 class StorageKey:
-    """One key. Its `repr` has only its name."""
+    """A storage key, whose `repr` has only the key's name."""
 
     def __init__(self, secret: bytes):
         """`secret` has 32 bytes. Raises InvalidInput for any other length."""

@@ -3,9 +3,7 @@
 Each entry is a folder with two locks beside it. A process that uses the folder holds the first lock shared, so that it
 is not removed; the process that fills it holds the second lock exclusively. Unused entries are removed, least recently
 used first. An entry is made under another name and renamed when complete, also while others still read the damaged one
-that it replaces.
-
-The spool is a folder beside the caches for files on their way to an object store. It needs no backup.
+that it replaces. The spool is a folder beside the caches for files on their way to an object store, without backup.
 
 `open_copies` copies files of an object store into a cache, one folder for each version of a set of files. Promise: a
 copy has the size that the store reports, and is verified whenever its folder is opened: by content up to HASHED_BYTES,
@@ -44,7 +42,7 @@ class HeldFolder:
         self._lock: int | None = lock
 
     def close(self) -> None:
-        """Allow the folder's removal."""
+        """Release the folder, so that another process may remove it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -58,7 +56,7 @@ class HeldFolder:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """Content of a cache, and its variables: `PACELINE_<NAME>_CACHE` (folder), `…_CACHE_MB` (size)."""
+    """Content of a cache. PACELINE_<NAME>_CACHE sets the cache's folder, PACELINE_<NAME>_CACHE_MB the cache's size."""
 
     name: str
     """Name of an entry in messages and variables, such as `bundle`."""
@@ -75,8 +73,7 @@ class CacheKind:
         return f"{self.folder_variable}_MB"
 
     def of_user(self, folder_name: str) -> BoundedCache:
-        """Return the cache in the folder that the environment names, else `paceline/<folder_name>` in the user's cache.
-        Raises InvalidInput."""
+        """Return the cache that a variable names, or the user's `paceline/<folder_name>`. Raises InvalidInput."""
         named = os.environ.get(self.folder_variable)
         folder = Path(named) if named else _in_user_cache(folder_name)
         return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
@@ -253,8 +250,7 @@ RECORD = ".copies.json"
 _TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 
 Entries = Mapping[str, Mapping[str, Any]]
-"""Maps the name of a copy to a description of its file, as from the store's `ls` or `info`: `name`, `size` and a tag or
-time."""
+"""Maps the name of a copy to its file's description, as from the store's `ls`: `name`, `size` and a tag or time."""
 
 
 def open_copies(
@@ -265,10 +261,9 @@ def open_copies(
     key: StorageKey | None = None,
     hashed_bytes: int = HASHED_BYTES,
 ) -> HeldFolder:
-    """Return the folder with copies of `entries` (files of `url`) in their current version. With a `key` the copies are
-    encrypted, in a separate folder for that key. Raises Unavailable for a file that changes while it is copied,
-    Unreadable for a file that cannot be fetched, other errors of the store's client, and the errors of
-    `BoundedCache.open`."""
+    """Return the folder with current copies of `entries` (files of `url`). With a `key` the copies are encrypted, in a
+    separate folder for that key. Raises Unavailable for a file that changes while it is copied, Unreadable for a
+    file that cannot be fetched, other errors of the store's client, and the errors of `BoundedCache.open`."""
     version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
     version += [] if key is None else [key.name.hex()]
     digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]
@@ -290,8 +285,7 @@ def open_copies(
 
 
 def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | None) -> None:
-    """Copy a file. Raises OSError for a fault of this machine's disk, and Unreadable for a fault of the store, whose
-    errors are OSErrors too."""
+    """Copy a file. Raises OSError for a fault of this machine's disk, and Unreadable for a fault of the store."""
     try:
         if key is None:
             store.get_file(path, str(copy))
@@ -311,7 +305,7 @@ def _version(entry: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _mark(path: Path, hashed_bytes: int) -> list[int | str]:
-    """Return the stamp that shows whether a copy was changed."""
+    """Return a copy's stamp: size and content's digest, or for a large copy size and modification time."""
     status = path.stat()
     if status.st_size > hashed_bytes:
         return [status.st_size, status.st_mtime_ns]

@@ -1,9 +1,7 @@
-"""Appends lines to a file and reads them by position, plain or encrypted with the storage key.
-
-An encrypted file begins with a line that has the key's name and a salt of 16 bytes. Each further line is a record
+"""Appends lines to a file and reads them by position, plain or encrypted with the storage key. An encrypted file begins
+with a line that has the key's name and a salt of 16 bytes. Each further line is a record
 (`paceline/encryption/encrypted_file.py`) in base64, with its offset as the context, so a changed or moved line is
-refused. A truncated end is not detected, as in a plain file. Without a key, the file is the lines themselves.
-"""
+refused. A truncated end is not detected, as in a plain file. Without a key, the file is the lines themselves."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ class LineWriter:
             self._file.write(b"\n")  # half a line from a process that was killed
 
     def tell(self) -> int:
-        """Return the offset of the next line."""
         return self._file.tell()
 
     def write(self, line: bytes) -> int:
@@ -72,7 +69,7 @@ class LineReader:
     `read`. The file stays open, so its lines do not change if another file replaces it."""
 
     def __init__(self, path: Path, key: StorageKey | None):
-        """Raises WrongKey for a file that was encrypted with another key than this process's, and OSError."""
+        """Raises OSError; WrongKey for a file that is encrypted with another key than this process has."""
         self._name = str(path)
         self._file = open_data(path)
         try:

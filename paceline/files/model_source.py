@@ -1,11 +1,8 @@
-"""Decides where every model comes from: a local folder, a folder at an fsspec URL, or the Hugging Face hub.
-
-Promise: `model_source` returns the argument for transformers' `from_pretrained`. Files at a URL are copied into this
-machine's cache, each version into a separate folder. Weights are copied only on request, because the learner reads its
-rows of them by ranges (`paceline/models/weight_files.py`).
-
-The cache is `PACELINE_MODEL_CACHE` (default `~/.cache/paceline/models`), limited by `PACELINE_MODEL_CACHE_MB`.
-"""
+"""Decides where every model comes from: a local folder, a folder at an fsspec URL, or the Hugging Face hub. Promise:
+`model_source` returns the argument for transformers' `from_pretrained`. Files at a URL are copied into this
+machine's cache, `PACELINE_MODEL_CACHE` (default `~/.cache/paceline/models`, limited by `PACELINE_MODEL_CACHE_MB`),
+each version into a separate folder. Weights are copied only on request, because the learner reads its rows of them
+by ranges (`paceline/models/weight_files.py`)."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ _held_lock = threading.Lock()
 
 
 def tokenizer_source(name: str) -> str:
-    """Return `from_pretrained`'s argument for a tokenizer; config.json may be missing. Raises Unreadable, InvalidInput
-    as `model_source` does."""
+    """Return `from_pretrained`'s argument for a tokenizer; config.json may be missing. Raises as `model_source`."""
     return model_source(name, "policy.tokenizer_name (or model_name)", config=False)
 
 
@@ -51,8 +47,7 @@ def model_source(name: str, field: str = "policy.model_name", *, weights: bool =
 
 
 def _check_config(path: Path, what: str) -> None:
-    """Raise Unreadable if config.json is missing; InvalidInput if it is not a JSON object, or if its folder has an
-    adapter."""
+    """Raise Unreadable without config.json; InvalidInput if it is no JSON object, or if its folder has an adapter."""
     _refuse_adapter({ADAPTER_CONFIG} if path.with_name(ADAPTER_CONFIG).is_file() else (), what)
     if not path.is_file():
         raise Unreadable(f"{what}: no such folder with a config.json in it")

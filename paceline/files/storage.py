@@ -43,8 +43,8 @@ def is_url(name: str) -> bool:
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL or a local path, and the path in it. Raises SpecError, with `what` as the name,
-    for a scheme that is unknown or whose package is not installed."""
+    """Return file system and path of a URL or local path. Raises SpecError, which names `what`, for an unknown scheme,
+    or one whose package is not installed."""
     try:
         # No cached listings, because other processes write here too.
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
@@ -65,7 +65,6 @@ class Folder:
     """One folder. It need not exist: in a store without folders it exists once it has a file."""
 
     def __init__(self, url: str | os.PathLike[str]):
-        """Raises SpecError as `open_url` does."""
         self.url = os.fspath(url).rstrip("/") or "/"
         self._store, self._path = open_url(self.url, "the storage")
         self.local = Path(self._path) if is_local(self._store) else None
@@ -91,7 +90,6 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """Name of the folder, without the folders above."""
         return str(posixpath.basename(self._path))
 
     def exists(self, name: str = "") -> bool:

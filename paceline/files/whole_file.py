@@ -55,8 +55,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp(folder: Path, patterns: Iterable[str]) -> Stamp:
-    """Return name, modification time in ns, and size in bytes of up to MAX_FILES files in `folder` that match a
-    pattern; nothing if the folder cannot be read."""
+    """Return name, mtime in ns and size in bytes of up to MAX_FILES matching files; none if `folder` is unreadable."""
     stamps: list[tuple[str, int, int]] = []
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})[:MAX_FILES]:

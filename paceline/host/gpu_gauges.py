@@ -1,8 +1,6 @@
-"""Reads use, memory, power, slowdowns and errors of this process's GPUs from NVML, for its heartbeats.
-
-A thread queries NVML every five seconds, because a call can hang if a GPU has left the bus; heartbeats do not wait.
-Without the package nvidia-ml-py, a driver or GPUs there are no gauges. A gauge that a GPU lacks is left out.
-"""
+"""Reads use, memory, power, slowdowns and errors of this process's GPUs from NVML, for its heartbeats. A thread queries
+NVML every five seconds, because a call can hang if a GPU has left the bus; heartbeats do not wait. Without the
+package nvidia-ml-py, a driver or GPUs there are no gauges. A gauge that a GPU lacks is left out."""
 
 from __future__ import annotations
 
@@ -20,14 +18,12 @@ STALE_S = 30.0
 """Age in seconds from which the newest reading counts as stale."""
 XID_WAIT_MS = 1
 ENERGY = "gpu_energy_j/"
-"""Prefix of the gauges with the energy, in joules, that a GPU has used since its driver was loaded. The rest of a
-gauge's name is from the GPU's UUID, so that a GPU of several processes counts once."""
+"""Prefix of gauges of a GPU's joules since its driver was loaded. The GPU's UUID follows: a shared GPU counts once."""
 XID = "gpu_xid"
 """Gauge with the code of the newest Xid error. Codes cannot be summed over members."""
 ID_LENGTH = 12
 SLOWDOWNS = ("SwThermalSlowdown", "HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-"""NVML's reasons for lower clocks that show faulty cooling or power supply. The reason of a power cap is left out,
-because a power cap is usual under full load."""
+"""NVML's reasons for lower clocks that show faulty cooling or power; a power cap is left out, as usual under load."""
 log = logging.getLogger(__name__)
 
 
@@ -98,7 +94,6 @@ class GpuReader:
         return events if registered else None
 
     def _take_errors(self) -> None:
-        """Count the Xid errors since the last call."""
         wait = getattr(self._nvml, "nvmlEventSetWait_v2", None) or self._nvml.nvmlEventSetWait
         while self._events is not None:
             try:
@@ -118,8 +113,6 @@ class GpuReader:
 
 
 class GpuSampler:
-    """Polls a reader in a thread."""
-
     def __init__(
         self, open_reader: Callable[[], GpuReader | None], interval_s: float = INTERVAL_S, stale_s: float = STALE_S
     ):
@@ -187,4 +180,3 @@ def _text(value: Any) -> str:
 
 
 SAMPLER = GpuSampler(open_reader)
-"""Sampler of this process's GPUs."""

@@ -1,10 +1,7 @@
-"""Restricts this process and its children for good: by Landlock, without privileges, and by dropping capabilities.
-
-The interface is in Linux's documentation (userspace-api/landlock). A restricted process may trace, and so read
-environment, memory and descriptors of, only processes with at least its own restrictions, whichever user runs it. With
-`SCOPES` it can signal, and connect to abstract sockets of, only these. It cannot mount file systems if it restricts
-rights on files.
-"""
+"""Restricts this process and its children for good: by Landlock (Linux's userspace-api/landlock), without privileges,
+and by dropping capabilities. A restricted process may trace, and so read environment, memory and descriptors of,
+only processes with at least its own restrictions, whichever user runs it. With `SCOPES` it can signal, and connect
+to abstract sockets of, only these. It cannot mount file systems if it restricts rights on files."""
 
 from __future__ import annotations
 
@@ -21,9 +18,8 @@ RULE_PATH_BENEATH = 1
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 24, 38
 VERSION_3 = 0x20080522
 OF_FILES_AND_USERS = frozenset({0, 1, 3, 4, 5, 6, 7, 10})
-"""Capabilities of root for files, users, signals and low ports: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID,
-SETUID, NET_BIND_SERVICE. Those to read other processes' memory, change the system or open files past their path are
-left out."""
+"""Root's capabilities for files, users, signals and low ports: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID,
+SETUID, NET_BIND_SERVICE; none to read other memory, change the system or open files past their path."""
 WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 TRUNCATE, ALL_FILE_RIGHTS = 1 << 14, (1 << 15) - 2
 """All rights in ABI 3 except the execution of files."""
@@ -79,8 +75,7 @@ def _syscall(number: int, *arguments: object) -> int:
 
 
 def keep_capabilities(kept: frozenset[int] = OF_FILES_AND_USERS) -> None:
-    """Drop all capabilities of this process but `kept`; no program that it executes regains them. Linux only. Raises
-    OSError."""
+    """Drop this process's capabilities but `kept`, also for programs that it executes. Linux only. Raises OSError."""
     if not sys.platform.startswith("linux"):
         return
     library = ctypes.CDLL(None, use_errno=True)

@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 
 
 CACHED_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 128, "LRU_CACHE_CAPACITY": 32}
-"""For each environment variable, the capacity that it sets for the cache of oneDNN or of PyTorch, as a number of
-shapes. One pass over a model has about 20 shapes, however deep the model is."""
+"""Maps a variable to the shapes that it lets a cache of oneDNN or PyTorch hold; a pass over a model has about 20."""
 
 
 def bound_caches() -> None:
-    """Bound the memory of the caches of oneDNN and PyTorch. Call it before the first product, because both libraries
-    read their capacity then. Variables that are already set stay."""
+    """Bound the caches of oneDNN and PyTorch; call it before the first product. Variables that are already set stay."""
     for name, shapes in CACHED_SHAPES.items():
         os.environ.setdefault(name, str(shapes))
 

@@ -1,11 +1,7 @@
-"""Locks memory pages so that a GPU copies them at the speed of its bus.
-
-Promise: a range is locked once, however often it is requested. If the driver refuses, copies still work, only slower,
-and the log says so once. The caller owns the memory and unlocks before it is unmapped.
-
-Each lock runs on a short-lived thread. CUDA keeps a refusal as the last error of the calling thread, the next kernel
-that torch launches there would raise it, and torch has no call that clears it.
-"""
+"""Locks memory pages so that a GPU copies them at the speed of its bus. Promise: a range is locked once, however often
+it is requested. If the driver refuses, copies still work, only slower, and the log says so once. The caller owns the
+memory and unlocks before it is unmapped. Each lock runs on a short-lived thread, because CUDA keeps a refusal as the
+calling thread's last error, which the next kernel that torch launches there would raise."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class PageLocks:
-    """Locked ranges of one mapping. One thread at a time."""
+    """Locked ranges of one mapping of memory. Not for several threads at once."""
 
     def __init__(self, runtime: Any = None) -> None:
         """`runtime` has the two calls of the CUDA runtime; 0 is success."""
@@ -32,8 +28,7 @@ class PageLocks:
         return sum(end - start for start, end in self._locked)
 
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Lock the pages of the address ranges [start, end) that are not locked yet, because CUDA refuses to lock one
-        twice."""
+        """Lock the pages of the ranges [start, end) that are not locked yet; CUDA refuses to lock a page twice."""
         unlocked = without(merged(ranges), sorted(self._locked))
         if not unlocked or self._refused:
             return

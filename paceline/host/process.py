@@ -1,5 +1,4 @@
-"""Ends a process of Paceline, by itself or with its parent, limits what others may read of it, and refuses other
-platforms than Linux."""
+"""Ends a process, by itself or with its parent, limits what others may read of it, and refuses all but Linux."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ def keep_no_core() -> None:
 
 
 def keep_private() -> None:
-    """Keep other processes of this user, except root's, from reading the environment, memory and descriptors of this
-    process. Children must call it too. Linux only."""
+    """Hide this process's environment, memory and descriptors from the user's other processes (not root's). Children
+    must call it too. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 

@@ -1,10 +1,6 @@
-"""Reads a file that somebody has named, if it is a regular file.
-
-Promise: any other kind of file is refused at once. Opening a FIFO would wait for its writer, and a device may never
-end.
-
-Not in paceline/files, because that package imports specs and encryption, which open their files with this module.
-"""
+"""Reads a file that somebody has named, if it is a regular file. Promise: any other kind of file is refused at once,
+because opening a FIFO would wait for its writer, and a device may never end. Not in paceline/files, because that
+package imports specs and encryption, which open their files with this module."""
 
 from __future__ import annotations
 

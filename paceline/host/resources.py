@@ -1,9 +1,6 @@
-"""Memory and cores: the memory that this process holds and may still allocate (the host's, or less in its container),
-glibc's handling of freed memory, and the compute threads of processes that share the cores.
-
-Linux grants more memory than there is and kills the process that then uses it, so code that is about to allocate much
-calls this module first.
-"""
+"""The memory that this process holds and may still allocate (the host's, or less in its container), glibc's handling of
+freed memory, and compute threads of processes that share the cores. Linux grants more memory than there is and kills
+the process that then uses it, so code that is about to allocate much calls this module first."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def process_gauges() -> dict[str, float]:
-    """Return the memory that this process holds, in GB (10⁹ bytes): of the host, if the system reports it, and of GPUs,
-    if torch has begun to use them."""
+    """Return the memory of this process in GB (10⁹ bytes): of the host if known, and of GPUs if torch uses them."""
     gauges = {"memory_gb": resident / 1e9} if (resident := _resident_bytes()) else {}
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # another thread may have imported torch in part
     if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():
@@ -57,7 +53,6 @@ def _value_of(name: str, text: str) -> int:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3)."""
 LARGE_TENSOR_BYTES = 8 << 20
 
 
@@ -90,11 +85,9 @@ def _set(mmap_bytes: int, trim_bytes: int) -> None:
 
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-"""Environment variable for PyTorch's number of compute threads."""
 
 
 def usable_cores() -> int:
-    """Return the cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -104,6 +97,5 @@ def threads_beside(processes: int, cores: int | None = None) -> int:
 
 
 def thread_variables(processes: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that gives each of `processes` its share of the cores; empty if `environment` already sets
-    it. Without it, PyTorch in each process uses every core."""
+    """Return the variable that gives each of `processes` its share of the cores; empty if `environment` has it."""
     return {} if THREADS_VARIABLE in environment else {THREADS_VARIABLE: str(threads_beside(processes))}

@@ -1,9 +1,6 @@
-"""Decides from a model's config whether its architecture can be trained.
-
-Promise: an architecture that would compute wrong numbers without an error is refused by name, when a run is submitted
-or its model is loaded. The check reads config.json alone, without transformers or weights; docs/use/models.md lists the
-architectures that work.
-"""
+"""Decides from a model's config whether its architecture can be trained. Promise: an architecture that would compute
+wrong numbers without an error is refused by name, when a run is submitted or its model is loaded. The check reads
+config.json alone, without transformers or weights; docs/use/models.md lists the architectures that work."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ STATEFUL_TYPES = frozenset(
     | {"mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "recurrent_gemma"}
     | {"rwkv", "xlstm", "zamba", "zamba2", "zaya"}
 )
-"""Model types with recurrent, convolutional or linear-attention layers, even if config.json lists no kinds of layers.
-"""
+"""Model types with recurrent, convolutional or linear-attention layers, even if config.json does not list these."""
 
 BIASED_TYPES = frozenset({"bloom", "mpt"})
 """Model types whose attention adds a bias by distance (ALiBi)."""
@@ -32,10 +28,8 @@ LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
 def check_architecture(config: Mapping[str, Any], field_and_name: str) -> None:
-    """Raise InvalidInput, with the reason, for an architecture that the learner cannot train.
-
-    `config` is the content of config.json or a config's `to_dict()`; `field_and_name` begins the message.
-    """
+    """Raise InvalidInput, with the reason, for an architecture that the learner cannot train. `config` is the content
+    of config.json or a config's `to_dict()`; `field_and_name` begins the message."""
     reason = _refusal(config)
     if reason:
         kind = config.get("model_type")

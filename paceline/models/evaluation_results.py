@@ -1,9 +1,7 @@
-"""Reads and writes the two files of an evaluation (the result with its digests, and the samples, one a line), and checks
-that results and verdicts belong to a model.
-
-Promise: a result holds the digests of its samples and of itself, and a document that was changed later is refused by
-name. An evaluation counts only for the model files that it measured, a verdict only with its evaluation.
-"""
+"""Reads and writes the two files of an evaluation (the result with its digests, and the samples, one a line), and
+checks that results and verdicts belong to a model. Promise: a result holds the digests of its samples and of itself,
+and a document that was changed later is refused by name. An evaluation counts only for the model files that it
+measured, a verdict only with its evaluation."""
 
 from __future__ import annotations
 
@@ -33,16 +31,12 @@ class _Metric(BaseModel):
 
 
 class _Result(BaseModel):
-    """Required fields of a result."""
-
     model_config = ConfigDict(strict=True)
     metrics: dict[str, _Metric]
     digests: dict[str, Any]
 
 
 class _Sample(BaseModel):
-    """Required fields of a line of the samples."""
-
     model_config = ConfigDict(strict=True)
     problem: str
     reward: Number | None
@@ -56,7 +50,7 @@ def digest_of(value: Any) -> str:
 
 
 def problem_id(prompt: Any) -> str:
-    """Return the id of a problem across evaluations: a digest of its prompt."""
+    """Return the id of a problem across evaluations: a digest of the problem's prompt."""
     return digest_of(prompt)[:16]
 
 
@@ -119,7 +113,7 @@ def read_result(path: Path) -> tuple[Json, list[Json]]:
 
 
 def _has_own_digest(document: Document) -> bool:
-    """Return whether a document matches its digest; false for one without a JSON form."""
+    """Return whether a document matches its digest; false if the document has no JSON form."""
     try:
         digest = digest_of({key: value for key, value in document.items() if key != "digest"})
         return bool(document.get("digest", "") == digest)
@@ -149,7 +143,7 @@ def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verd
 
 
 def has_passed(verdicts: Sequence[Document]) -> bool:
-    """Return whether at least one gate has judged the model, and every one passed it."""
+    """Return whether at least one gate has judged the model, and every gate that judged passed the model."""
     return bool(verdicts) and all(verdict["outcome"] == "passed" for verdict in verdicts)
 
 

@@ -1,8 +1,5 @@
-"""The run that exported model files, according to the files' manifest.
-
-Promise: the manifest is one of the exported files, so the statement and signature of a registered folder cover it.
-Converted or foreign folders have no origin.
-"""
+"""The run that exported model files, according to the files' manifest. Promise: the manifest is one of the exported
+files, so the statement and signature of a registered folder cover it. Converted or foreign folders have no origin."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class Origin(BaseModel):
     session: int
     """Session of the learner that trained the last step."""
     step: int
-    """Number of trained steps."""
     chain: str
     """Hash chain over the run's batches up to that step; empty for a run on examples."""
     spec_sha256: str
@@ -35,7 +31,7 @@ class _Manifest(BaseModel):
 
 
 def origin_of(export: Folder) -> Origin | None:
-    """Return the origin named by an exported folder; None if it names none. Raises DataError for a damaged manifest."""
+    """Return the origin that an exported folder names; None without a name. Raises DataError for a damaged manifest."""
     if not export.exists(EXPORT_MANIFEST):
         return None
     try:
@@ -48,8 +44,7 @@ def origin_of(export: Folder) -> Origin | None:
 
 
 def check_origin(origin: Origin, run_id: str, step: int, chain: str, specs: Collection[str]) -> None:
-    """Raise Conflict unless the files come from this run after `step` steps, with `chain`, and a spec whose digest is
-    in `specs`."""
+    """Raise Conflict unless the files are of this run after `step` steps, with `chain` and a spec among `specs`."""
     expected = {"run_id": run_id, "step": step, "chain": chain}
     for field, value in expected.items():
         if (named := getattr(origin, field)) != value:

@@ -1,5 +1,4 @@
-"""Facts about models on which all roles must agree: supported LM heads, the type behind "auto", and sizes and faults of
-files."""
+"""Facts about models that all roles share: supported LM heads, the type behind "auto", sizes and faults of files."""
 
 from __future__ import annotations
 
@@ -36,21 +35,17 @@ FILE_WORDS = ("mismatch", "PytorchStreamReader", "state_dict")
 
 
 def resolved_dtype(precision: str, device_type: str) -> str:
-    """Return the name of torch's type for a precision of the spec; "auto" is bfloat16 on CUDA and float32 elsewhere.
-
-    The learner, the engines and the reference must agree, otherwise the importance ratios are wrong without an error.
-    """
+    """Return torch's type for a precision of the spec; "auto" is bfloat16 on CUDA and float32 elsewhere. Learner,
+    engines and reference must agree, otherwise the importance ratios are wrong without an error."""
     if precision == "auto":
         return "bfloat16" if device_type == "cuda" else "float32"
     return precision
 
 
 def check_head(config: Any, name: str) -> None:
-    """Raise InvalidInput if a model's logits are more than the product of hidden states and a matrix.
-
-    `config` is its transformers config, `name` the name from the spec. Log-probabilities from the product alone would
-    be wrong without an error.
-    """
+    """Raise InvalidInput if a model's logits are more than the product of hidden states and a matrix, because
+    log-probabilities of the product alone would be wrong without an error. `config` is transformers' config, `name`
+    the spec's name."""
     text = config.get_text_config()
     for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
         value = getattr(text, key, None)
@@ -78,8 +73,7 @@ def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput |
 
 
 def weights_bytes(model_name: str) -> int:
-    """Return the bytes of the weights in a model's folder; 0 for a URL, a name on the hub or a folder of another
-    machine."""
+    """Return the bytes of a model's weights in a folder; 0 for a URL, a hub name or another machine's folder."""
     try:
         files = [*Path(model_name).expanduser().glob("*.safetensors")]
         return sum(file.stat().st_size for file in files)

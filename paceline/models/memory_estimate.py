@@ -1,10 +1,5 @@
-"""Estimates the memory of a run from its spec and the model's sizes alone. Nothing heavy is imported and nothing is
-loaded.
-
-The figures are those of `docs/operate/performance.md`, "Memory plan", which compares them with measurements.
-
-Suffixes: bytes are whole numbers, a GB is 10⁹ bytes.
-"""
+"""Estimates a run's memory from its spec and the model's sizes alone, without loading anything. A GB is 10⁹ bytes.
+`docs/operate/performance.md`, "Memory plan", compares the figures with measurements."""
 
 from __future__ import annotations
 
@@ -28,12 +23,10 @@ HEAD_COPIES = 3
 HEAD_TILE = 16_384
 """Width of a tile of logits, in tokens of the vocabulary (`paceline.learner.model.logprobs.VOCABULARY_TILE`)."""
 LARGE_TENSOR_BYTES = 8 << 20
-"""The memory of a tensor of at least this size returns to the host when the tensor is freed
-(`paceline.host.resources`)."""
+"""The memory of a tensor of at least this size returns to the host when freed (`paceline.host.resources`)."""
 HEAP_WASTE = 1.3
-"""Bytes of the holes in the heap of a process on CPUs, for each byte of the tensors of a pass that are smaller than
-LARGE_TENSOR_BYTES. glibc before 2.38 does not reuse the space of an aligned block for a block of the same size
-(https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
+"""Bytes of holes in the heap on CPUs for each byte of a pass's tensors below LARGE_TENSOR_BYTES. glibc before 2.38
+never reuses an aligned block for one of the same size (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
 GATHERED_LAYERS = 2
 """Number of layers whose weights FSDP has gathered at the same time: the current one and the next."""
 
@@ -49,15 +42,12 @@ class Estimate:
 
     shape: ModelShape
     learner: Mapping[str, int]
-    """For each purpose, the bytes of one learner rank without activations; for a rank on a GPU, bytes in the GPU's
-    memory."""
+    """Bytes of one learner rank by purpose, without activations; for a rank on a GPU, bytes in the GPU's memory."""
     activations: int
-    """Bytes of the activations of a rank's full micro-batch, with the logits of a tile, beyond the memory that
-    gradients use later."""
+    """Bytes of the activations of a rank's full micro-batch and a tile of logits, beyond what gradients use later."""
     micro_batch_tokens: int
     sampler: Mapping[str, int] = field(default_factory=dict)
-    """For each purpose, the bytes of one rollout worker with the native engine; empty for vLLM, which uses a given
-    share."""
+    """Bytes of one rollout worker with the native engine, by purpose; empty for vLLM, which uses a given share."""
     learner_on_gpu: bool = False
     sampler_on_gpu: bool = False
     offloaded: int = 0
@@ -81,20 +71,12 @@ def estimate(
     learner_on_gpu: bool | None = None,
     sampler_on_gpu: bool | None = None,
 ) -> Estimate:
-    """Return the memory of a learner's rank and of a rollout worker.
-
-    Each of S shards holds 1/S of weights, gradients and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T
-    are trained, with s bytes of `optimizer.state_dtype`. On CPUs rank 0 also holds the published version, as wide as
-    the sampler's weights. A sampler holds its weights, the next ones during a transfer, and keys and values of all its
-    sequences.
-
-    Args:
-        spec: the run.
-        shape: the model.
-        shards: ranks that divide a copy of the model; None: as in `policy.parallel`, by default all ranks.
-        learner_on_gpu: whether the learner computes on GPUs; None: if the spec names GPUs for it.
-        sampler_on_gpu: the same for the rollout workers.
-    """
+    """Return the memory of a learner's rank and of a rollout worker. Each of S shards holds 1/S of weights, gradients
+    and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T are trained, with s bytes of
+    `optimizer.state_dtype`. On CPUs rank 0 also holds the published version, as wide as the sampler's weights. A
+    sampler holds its weights, the next ones during a transfer, and keys and values of all its sequences. `shards`
+    ranks divide a copy of the model; None: as in `policy.parallel`, by default all ranks. `learner_on_gpu` and
+    `sampler_on_gpu` say where both compute; None: on GPUs if the spec names GPUs for them."""
     policy = spec.policy
     shards = shards or shards_of(policy, spec.cluster.learner_ranks)
     on_gpu = bool(spec.cluster.learner_gpus) if learner_on_gpu is None else learner_on_gpu
@@ -164,10 +146,7 @@ def tokens_of_update(spec: RunSpec) -> int:
 
 
 def _activation_bytes(policy: PolicySection, shape: ModelShape, tokens: int, compute: int) -> int:
-    """Return the bytes for the backward pass of a micro-batch of `tokens`, with a tile of logits.
-
-    `compute` is the width of a number in the forward pass, in bytes.
-    """
+    """Return the bytes for the backward pass of a micro-batch, with a tile of logits; `compute` is a number's bytes."""
     layer, hidden = _saved_bytes(policy, shape, compute), compute * shape.hidden
     # backward pass of a layer, in bytes per token: arrays of the MLP's width in addition to the saved ones
     if policy.activation_checkpointing == "none":
@@ -195,7 +174,7 @@ def _heads_width(shape: ModelShape) -> int:
 
 
 def _saved_bytes(policy: PolicySection, shape: ModelShape, compute: int) -> int:
-    """Return the bytes per token that one layer keeps for its backward pass; measured with autograd's hooks."""
+    """Return the bytes per token that one layer keeps for the backward pass, as measured with autograd's hooks."""
     heads = _heads_width(shape)
     experts = 2 * shape.experts_per_token * shape.hidden
     if compute == DTYPE_BYTES["float32"]:
@@ -257,7 +236,6 @@ def shortage(spec: RunSpec, free_bytes: int) -> str:
 
 
 def sentence(needed: Estimate, spec: RunSpec) -> str:
-    """Return the estimate as text."""
     roles = [
         f"{_count(spec.cluster.learner_ranks, 'learner rank')} with {gigabytes(needed.learner_bytes)}, of which "
         f"{gigabytes(needed.activations)} in a full micro-batch of {needed.micro_batch_tokens:,} tokens"

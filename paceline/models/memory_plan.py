@@ -1,9 +1,7 @@
 """The memory plan of a run: the load of each device, remedies if it does not fit, and the values that replace `auto`.
-
 The plan follows from the spec, the model's sizes and the memory of the devices, without inspecting this machine. The
-estimate is `paceline/models/memory_estimate.py`; docs/operate/performance.md, "Memory plan", has measurements. `auto` is
-replaced when a run is submitted, so a stored spec has none.
-"""
+estimate is `paceline/models/memory_estimate.py`; docs/operate/performance.md, "Memory plan", has measurements.
+`auto` is replaced when a run is submitted, so a stored spec has none."""
 
 from __future__ import annotations
 
@@ -32,16 +30,13 @@ VLLM_SHARE = 0.92
 """Share of a GPU that vLLM 0.32 and 0.33 use by default."""
 SHARE_KEY = "policy.generation.vllm_cfg.gpu_memory_utilization"
 VLLM_WORKSPACE_BYTES = 3_000_000_000
-"""Bytes that vLLM takes in addition to weights and KV cache: CUDA graphs, activations of a step, contexts of its
-processes."""
+"""Bytes that vLLM takes beside weights and KV cache: CUDA graphs, a step's activations, contexts of its processes."""
 LEAST_MB_TOKENS = 1_024
 HOST = "the host"
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory available to a run."""
-
     gpu_bytes: int | None = None
     """Bytes of one GPU; None: unknown."""
     host_bytes: int | None = None
@@ -50,11 +45,9 @@ class Room:
 
 @dataclass(frozen=True)
 class Load:
-    """Memory that a run needs on one device."""
-
     device: str
     parts: Mapping[str, int]
-    """For each purpose, its bytes."""
+    """Bytes of each purpose on the device."""
     room_bytes: int | None
 
     @property
@@ -69,8 +62,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """Loads of all kinds of devices of a run."""
-
     estimate: Estimate
     mesh: MeshShape
     loads: tuple[Load, ...]
@@ -79,7 +70,6 @@ class Plan:
 
     @property
     def learner_fits(self) -> bool:
-        """Return whether the load fits on the learner's devices."""
         return all(load.fits for load in self.loads if "learner" in load.device or load.device == HOST)
 
     @property
@@ -88,8 +78,7 @@ class Plan:
 
 
 def on_gpus(spec: RunSpec) -> tuple[bool, bool]:
-    """Return whether the learner and the rollout workers compute on GPUs: the spec names some, or gives the size of
-    GPUs elsewhere."""
+    """Return whether learner and rollout workers compute on GPUs: the spec names some, or gives the size of a GPU."""
     cluster = spec.cluster
     elsewhere = cluster.gpu_gb is not None and not (cluster.learner_gpus or cluster.rollout_gpus)
     return bool(cluster.learner_gpus) or elsewhere, bool(cluster.rollout_gpus) or elsewhere
@@ -97,9 +86,7 @@ def on_gpus(spec: RunSpec) -> tuple[bool, bool]:
 
 def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
     """Return the load of each kind of device. `auto` settings count with their defaults (`planned` replaces them).
-
-    Raises InvalidInput if policy.parallel does not match the number of ranks.
-    """
+    Raises InvalidInput if policy.parallel does not match the number of ranks."""
     room = with_gpu_size(spec, room)
     learner_on_gpu, sampler_on_gpu = on_gpus(spec)
     ranks = spec.cluster.learner_ranks
@@ -138,8 +125,7 @@ def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
 
 
 def _engine(spec: RunSpec, needed: Estimate, room: Room) -> tuple[dict[str, int], int | None, int | None]:
-    """Return the parts of one engine on its device, the tokens that fit in vLLM's cache, and the bytes of vLLM's share
-    of a GPU."""
+    """Return an engine's parts on its device, the tokens in vLLM's cache, and the bytes of vLLM's share of a GPU."""
     if spec.policy.generation.backend != "vllm":
         return dict(needed.sampler), None, None
     generation = spec.policy.generation
@@ -185,8 +171,7 @@ MOST_RANKS = 1_024
 
 
 def remedies(spec: RunSpec, shape: ModelShape, room: Room) -> dict[str, Any]:
-    """Return values for keys of the spec with which the run fits: for a single key if that is enough, else for several
-    keys; empty if no values make it fit."""
+    """Return values for keys with which the run fits: one key if that is enough, else several; empty if none do."""
 
     def fits(changed: Mapping[str, Any]) -> bool:
         try:
@@ -289,8 +274,7 @@ SPARE_SHARE = 0.05
 AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)
 """Sizes in tokens of the micro-batches among which `auto` chooses. Larger micro-batches would make a GPU no faster."""
 USUAL_TOKENS = 8_192
-"""Size in tokens of a micro-batch: `auto` keeps more activations only if a micro-batch of at least this size fits with
-them."""
+"""Usual tokens of a micro-batch: `auto` keeps more activations only if a micro-batch of this size fits with them."""
 log = logging.getLogger(__name__)
 
 
@@ -309,12 +293,9 @@ def is_open(spec: RunSpec) -> bool:
 def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
     """Return the spec without `auto` in policy.generation.backend and max_batch_size, policy.activation_checkpointing
     and policy.train_mb_tokens, and with vLLM's share of a GPU shared with the learner; and a sentence for each
-    replaced key.
-
-    The choice is the first of none, selective and full with which the usual 8,192 tokens fit (or the longest sequence,
-    if that is more), then the largest power of two of tokens that fits. If the model's sizes or the room are unknown,
-    the choice is full and 8,192. `has_vllm`: vLLM is installed where the run samples.
-    """
+    replaced key. The choice is the first of none, selective and full with which the usual 8,192 tokens fit (or the
+    longest sequence, if that is more), then the largest power of two of tokens that fits. If the model's sizes or
+    the room are unknown, the choice is full and 8,192. `has_vllm`: vLLM is installed where the run samples."""
     room = with_gpu_size(spec, room)
     spec, notes = with_engine(spec, has_vllm=has_vllm)
     shares = spec.policy.generation.backend == "vllm" and _lacks_share(spec)
@@ -330,8 +311,7 @@ def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bo
 
 
 def with_engine(spec: RunSpec, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
-    """Return the spec with an engine and its batch size in place of `auto`, and a sentence if the engine was chosen for
-    GPUs."""
+    """Return the spec with engine and batch size in place of `auto`, and a sentence on an engine chosen for GPUs."""
     spec, notes = _with_backend(spec, has_vllm)
     generation = spec.policy.generation
     if generation.max_batch_size == "auto":
@@ -403,10 +383,8 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
 
 
 def checked_plan(spec: RunSpec) -> RunSpec:
-    """Return the spec to submit, without `auto` if this machine has the model's config.json.
-
-    Raises SpecError if the load of a GPU of cluster.gpu_gb does not fit.
-    """
+    """Return the spec to submit, without `auto` if this machine has the model's config.json. Raises SpecError if the
+    load of a GPU of cluster.gpu_gb does not fit."""
     shape = read_shape(spec.policy.model_name)
     if shape is None:
         return with_engine(spec)[0]  # the coordinator, which may have it, decides the rest

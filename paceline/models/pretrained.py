@@ -1,9 +1,7 @@
 """The one place that decides, for every role, whether files hold the weights of the model that their config describes.
-
-Promise: a model is returned only if each of its weights comes from the files: no tensor is missing, unused, of another
-shape, NaN, or stored in a type that has a meaning only with the scales of a quantization. Only this module calls
-`from_pretrained`, because transformers initializes a missing tensor at random and continues.
-"""
+Promise: a model is returned only if each of its weights comes from the files: no tensor is missing, unused, of
+another shape, NaN, or stored in a type that has a meaning only with the scales of a quantization. Only this module
+calls `from_pretrained`, because transformers initializes a missing tensor at random and continues."""
 
 from __future__ import annotations
 
@@ -24,12 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SCORE = "score.weight"
-"""Head with one score; a reward model may start without it."""
+"""Name of the head with one score, which the files of a new reward model may lack."""
 NAMES_SHOWN = 3
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 UNUSED = re.compile(r"(^|\.)((mtp|mtp_layers|v_head)\.|attn\.masked_bias$|rotary_emb\.(cos|sin)_cached$)")
-"""Tensors that no forward pass of Paceline needs: layers for speculative decoding, a policy's value head, and constants
-stored by older checkpoints."""
+"""Tensors that no forward pass needs: speculative decoding, a policy's value head, constants of old checkpoints."""
 LM_HEADS = ("lm_head.", "embed_out.")
 
 
@@ -37,10 +34,8 @@ def load_pretrained(
     kind: Any, name: str, field: str, *, dtype: torch.dtype, source: str | None = None, **options: Any
 ) -> Any:
     """Return the model `name`, loaded by transformers' auto class `kind` in `dtype` on the CPU. `field` is the spec's
-    key, for messages; `source` is the folder of its weights, if the caller has it.
-
-    Raises InvalidInput if the files are not the weights of this model, and any error of transformers.
-    """
+    key, for messages; `source` is the folder of its weights, if the caller has it. Raises InvalidInput if the files
+    are not the weights of this model, and any error of transformers."""
     what = f"{field} {name!r}"
     source = source or model_source(name, field, weights=True)
     is_quantized = check_model(kind, source, field, what, **options)
@@ -55,10 +50,8 @@ def load_pretrained(
 
 def check_model(kind: Any, source: str, field: str, what: str = "", **options: Any) -> bool:
     """Raise InvalidInput unless the folder `source` has the weights of the model in its config, judged by the headers
-    of its files; return whether they are quantized, in which case only transformers can judge.
-
-    `kind` is an auto class, or a class of transformers. Raises Unreadable for missing files.
-    """
+    of its files; return whether they are quantized, in which case only transformers can judge. `kind` is an auto
+    class, or a class of transformers. Raises Unreadable for missing files."""
     from transformers import AutoConfig
 
     what = what or f"{field} {source!r}"
@@ -83,11 +76,9 @@ def skeleton(kind: Any, config: Any, **options: Any) -> Any:
 
 
 def check_weights(model: Any, files: WeightFiles, what: str, *, begins: bool = False) -> None:
-    """Raise InvalidInput unless `files` are the weights of `model`, a `skeleton`, which is not changed.
-
-    With `begins` the model is a reward model that starts from a language model: its head may be missing, and the LM
-    head is ignored. Refused files are closed.
-    """
+    """Raise InvalidInput unless `files` are the weights of `model`, a `skeleton`, which is not changed. With `begins`
+    the model is a reward model that starts from a language model: its head may be missing, and the LM head is
+    ignored. Refused files are closed."""
     with contextlib.ExitStack() as refused:
         refused.push(files)
         _check_weights(model, files, what, begins)
@@ -113,7 +104,7 @@ def _check_weights(model: Any, files: WeightFiles, what: str, begins: bool) -> N
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return one list for each parameter that has several names, with these names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -121,8 +112,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every element is finite. The sum decides at the speed of memory; elements are checked only if it
-    is not finite."""
+    """Return whether every element is finite. For speed, elements are checked only if their sum is not finite."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -156,8 +146,8 @@ class _Header:
 
 
 def read_state(model: Any, tensors: Mapping[str, Any], device: Any, *, view: Any = None) -> Any:
-    """Fill `model` on `device` by transformers' mapping of the files' names and layouts; return its report. `view` is
-    the model under the files' names (None: itself)."""
+    """Fill `model` on `device` by transformers' mapping of the files' names and layouts; return transformers' report.
+    `view` is the model under the files' names (None: `model`)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -175,7 +165,7 @@ def read_state(model: Any, tensors: Mapping[str, Any], device: Any, *, view: Any
 
 @contextlib.contextmanager
 def _without_progress() -> Iterator[None]:
-    """Disable progress bars, because the block takes no time."""
+    """Disable transformers' progress bars within the block, which takes no time."""
     from transformers.utils import logging
 
     bars: Any = logging
@@ -189,8 +179,7 @@ def _without_progress() -> Iterator[None]:
 
 
 def _compared(model: Any, tensors: Mapping[str, StoredTensor], place: str, what: str) -> tuple[set[str], set[str]]:
-    """Return the model's tensors that the files lack, and the files' tensors that the model lacks. Raise InvalidInput
-    for wrong shapes."""
+    """Return the tensors that the files lack and those that the model lacks. Raises InvalidInput for wrong shapes."""
     tied = tied_names(model)
     filled = copy.deepcopy(model)
     with _without_progress():
@@ -214,7 +203,7 @@ def _used(names: Iterable[str]) -> set[str]:
 
 
 def _stored_name(model: Any, name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return a parameter's name in the files; those of a base model lack its prefix."""
+    """Return a parameter's name in the files, where the names of a base model lack the model's prefix."""
     names = (name, name.removeprefix(f"{model.base_model_prefix}."))
     return next((found for found in names if found in tensors), None)
 
@@ -229,7 +218,6 @@ def _refuse_scaled(tensors: Mapping[str, StoredTensor], place: str, what: str) -
 
 
 def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise InvalidInput for missing and for unexpected tensors."""
     lacking, extra = sorted(missing), sorted(unexpected)
     if not lacking and not extra:
         return
@@ -244,8 +232,7 @@ def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unex
 
 
 def _wrapper(lacking: list[str], extra: list[str]) -> str | None:
-    """Return the prefix of a wrapper in the names of unexpected tensors, if a name without it is that of a missing
-    tensor."""
+    """Return a wrapper's prefix in the unexpected names, if a name without this prefix is that of a missing tensor."""
     prefixes = (name.removesuffix(missing) for missing in lacking[-1:] for name in extra if name.endswith(missing))
     return next((prefix for prefix in prefixes if prefix.endswith(".")), None)
 

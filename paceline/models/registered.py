@@ -20,7 +20,7 @@ CHAMPION = "champion"
 
 
 class Reference(NamedTuple):
-    """A model, alone or with a version or an alias."""
+    """Name of a registered model, alone or with a version or an alias."""
 
     name: str
     version: int = 0
@@ -106,7 +106,7 @@ class Models:
         return found
 
     def roll_back(self, name: str, version: int, reason: str, *, alias: str = "") -> RegisteredModel:
-        """Point the alias of `version` at the version that had it before; return that one. Raises NotFound, Conflict."""
+        """Move the alias of `version` back to the version before, and return that one. Raises NotFound, Conflict."""
         from paceline.v1.registry_pb2 import RollbackRequest
 
         request = RollbackRequest(name=name, version=version, alias=alias, reason=reason)

@@ -27,24 +27,24 @@ class ModelShape:
     vocabulary: int
     parameters: int
     adapted_rows: int
-    """Σ (inputs + outputs) of all linear layers below the head; multiplied by the rank, it is the size of a LoRA adapter."""
+    """Σ (inputs + outputs) of all linear layers below the head. The rank times this is the size of a LoRA adapter."""
     layer_parameters: int
-    """Parameters of one decoder layer."""
+    """Number of parameters of one decoder layer."""
     tied: bool = True
     """True if the head shares the embedding's matrix."""
     experts_per_token: int = 0
-    """Experts that a token passes through; 0 for a dense MLP."""
+    """Number of experts that a token passes through; 0 for a dense MLP."""
     heads: int = 1
     key_value_heads: int = 1
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding; an untied head has as many."""
+        """Number of parameters of the embedding; an untied head has the same number."""
         return self.vocabulary * self.hidden
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the sizes in a model's config.json; None if it has unusual keys."""
+    """Return the sizes in a model's config.json; None if config.json has unusual keys."""
     text = config.get("text_config") or config
     try:
         layers, hidden, heads = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
@@ -81,8 +81,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def read_shape(model_name: str) -> ModelShape | None:
-    """Return the sizes of a model in a local folder or this machine's hub cache; None if there is none, or its
-    config.json has unusual keys."""
+    """Return a model's sizes from a local folder or this machine's hub cache; None without a usual config.json."""
     config = read_config(model_name)
     return None if config is None else shape_of(config)
 
@@ -112,12 +111,11 @@ def _cached_config(model_name: str) -> Path | None:
 STATE_BYTES = 16
 """Bytes of a parameter with its gradient and moments, all in float32."""
 HOST_SHARE = 0.7
-"""`auto` makes replicas only if the state fills at most this share of a host's GPU memory; the rest is for activations.
-"""
+"""`auto` makes replicas only if the state fills at most this share of a host's GPU memory; the rest is activations."""
 
 
 class MeshShape(NamedTuple):
-    """Sizes of the mesh; their product is the number of ranks."""
+    """Sizes of the dimensions of the mesh; the product of the sizes is the number of ranks."""
 
     replicate: int
     shard: int
@@ -125,10 +123,8 @@ class MeshShape(NamedTuple):
 
 def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Callable[[], bool]) -> MeshShape:
     """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks. If there are several
-    hosts and `fits_host` says that the model fits on one, each host gets a replica instead.
-
-    Raises InvalidInput if the sizes do not match the number of ranks.
-    """
+    hosts and `fits_host` says that the model fits on one, each host gets a replica instead. Raises InvalidInput if
+    the sizes do not match the number of ranks."""
     replicate, shard = parallel.replicate, parallel.shard
     if replicate == "auto" and shard == "auto":
         replicate = hosts if hosts > 1 and ranks % hosts == 0 and fits_host() else 1
@@ -169,14 +165,8 @@ def training_flops(
     """Return the FLOPs of one forward and backward pass, as for the model FLOPs utilisation of PaLM (Chowdhery et al.
     2022, arXiv 2204.02311, appendix B): per weight and token 2 forward and 4 backward (2 with LoRA), and the
     products of causal attention. Recomputed activations and frozen policies do not count, so they lower the
-    utilisation.
-
-    Args:
-        shape: the model.
-        runs: (count, length) of the sequences, as in a packed row.
-        predicted: tokens whose logits are computed.
-        frozen_base: the gradients of the model's own weights are not computed (LoRA).
-    """
+    utilisation. `runs` are (count, length) of the sequences, as in a packed row; `predicted` counts tokens whose
+    logits are computed; `frozen_base` (LoRA): the model's own weights have no gradients."""
     layer = 2 * shape.hidden * (shape.attention + shape.key_value) + 3 * shape.hidden * shape.mlp
     passes = 4 if frozen_base else 6
     total = 0.0
@@ -189,5 +179,5 @@ def training_flops(
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s of a GPU; None for an unknown one."""
+    """Return the peak FLOP/s of a GPU in dense bfloat16; None for an unknown GPU."""
     return next((peak for name, peak in DENSE_BFLOAT16_FLOPS.items() if name in device_name), None)

@@ -1,8 +1,6 @@
-"""Reads a model's safetensors files from a local disk or an fsspec URL; each rank reads only its rows.
-
-Promise: a header is trusted only if it matches the size of its file, so a damaged or truncated file raises an error
-that names it. A slice costs host memory only for its bytes, because files are read by ranges and never mapped.
-"""
+"""Reads a model's safetensors files from a local disk or an fsspec URL; each rank reads only its rows. Promise: a
+header is trusted only if it matches the size of its file, so a damaged or truncated file raises an error that names
+it. A slice costs host memory only for its bytes, because files are read by ranges and never mapped."""
 
 from __future__ import annotations
 
@@ -41,7 +39,6 @@ DTYPES = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type for a type name in the files."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[name])
@@ -52,9 +49,8 @@ class WeightFiles:
     """All tensors of a model by name; a context manager that closes the files."""
 
     def __init__(self, paths: dict[str, list[str]], what: str) -> None:
-        """`paths` maps each file to the names of the tensors that it must have; an empty list requires none. `what`
-        names the model in messages. Raises InvalidInput for a damaged file or one that lacks a tensor, Unreadable
-        for one that cannot be read now."""
+        """`paths` maps each file to the names of tensors that it must have; an empty list requires none. `what` names
+        the model. Raises InvalidInput for a damaged file or one without a tensor, Unreadable if it cannot be read."""
         self.tensors: dict[str, StoredTensor] = {}
         self._files: list[RangedFile] = []
         self._what = what
@@ -93,11 +89,9 @@ class WeightFiles:
 
 
 def find_weight_files(name: str, source: str, field: str) -> WeightFiles:
-    """Return the safetensors of the model `name`, whose other files are at `source`.
-
-    A hub model's files are fetched into the hub's cache. Raises as `WeightFiles`; InvalidInput for pickled weights, or
-    if a single file and an index both exist; Unreadable if there are no weights.
-    """
+    """Return the safetensors of the model `name`, whose other files are at `source`. A hub model's files are fetched
+    into the hub's cache. Raises as `WeightFiles`; InvalidInput for pickled weights, or if a single file and an index
+    both exist; Unreadable if there are no weights."""
     what = f"{field} {name!r}"
     index = Path(_located(source, INDEX) or "")
     files = _files_of_index(index, what) if index.is_file() else {}
@@ -125,7 +119,7 @@ def find_weight_files(name: str, source: str, field: str) -> WeightFiles:
 
 
 def _without_safetensors(source: str, what: str) -> PacelineError:
-    """Return the error for a model without weights, or with pickled ones."""
+    """Return the error for a model without weights, or with pickled weights."""
     found = [path.name for path in sorted(Path(source).glob("*")) if path.suffix in WEIGHT_SUFFIXES]
     if not found:
         return Unreadable(f"{what} has no weights ({SINGLE}, or {INDEX} and its files); copy them there")
@@ -188,7 +182,6 @@ class RangedFile:
         return raw
 
     def damaged(self, reason: str) -> InvalidInput:
-        """Return the error for a file that is not valid safetensors."""
         return InvalidInput(f"{self._what}: {self.path} is damaged: {reason}; copy it again")
 
     def close(self) -> None:
@@ -227,7 +220,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Offset of its first byte in the file."""
+    """Offset in bytes of the tensor's first byte in the file."""
 
     @property
     def size_bytes(self) -> int:
@@ -252,7 +245,7 @@ class StoredTensor:
 
 
 def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors in a file's header. Raises InvalidInput if it contradicts the file."""
+    """Yield the tensors in a file's header. Raises InvalidInput if the header contradicts the file."""
     length = int.from_bytes(file.read(0, min(8, file.size_bytes)).numpy().tobytes(), "little")
     if file.size_bytes < 8 or length > min(file.size_bytes - 8, MAX_HEADER_BYTES):
         raise file.damaged(f"{file.size_bytes} bytes are too few for its header")
@@ -277,7 +270,7 @@ def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _files_of_index(path: Path, what: str) -> dict[str, list[str]]:
-    """Return the tensors of each file that an index names."""
+    """Maps each file that an index names to the names of the file's tensors."""
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         files: dict[str, list[str]] = {}
@@ -301,7 +294,6 @@ def _located(source: str, file: str) -> str | None:
 
 
 def model_files(name: str, field: str) -> tuple[str, WeightFiles]:
-    """Return `from_pretrained`'s argument for the config, and the weights. Raises Unreadable, InvalidInput as
-    `model_source` and `WeightFiles` do."""
+    """Return `from_pretrained`'s argument for the config, and the weights. Raises as `model_source`, `WeightFiles`."""
     source = model_source(name, field)
     return source, find_weight_files(name, source, field)

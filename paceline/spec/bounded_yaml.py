@@ -1,10 +1,7 @@
-"""Parses untrusted YAML with limits on size, depth, number of values, length of a value and time; anchors and aliases
-are refused.
-
-An alias repeats a whole tree, so nested aliases can repeat exponentially many. A submitted spec needs none, because
-those in a user's file are resolved when the file is read. libyaml reads the characters and Python builds the values, so
-a thread that reads a large text lets other threads run after each value.
-"""
+"""Parses untrusted YAML with limits on size, depth, number and length of values, and time. Anchors and aliases are
+refused: nested aliases can repeat a tree exponentially many times, and a submitted spec needs none, because those in
+a user's file are resolved when the file is read. libyaml reads the characters and Python builds the values, so a
+thread that reads a large text lets other threads run after each value."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ MAX_SCALAR = 1 << 16
 MAX_NUMBER = 1000
 """Largest number of characters in a number: the time to read some YAML notations is quadratic in their length."""
 MAX_READ_S = 10.0
-"""Largest number of seconds to read one text. A text within the other limits takes tenths of a second, but the machine
-may be busy."""
+"""Largest number of seconds to read one text, which takes tenths of a second unless the machine is busy."""
 
 
 class PythonEvents(Reader, Scanner, Parser):
@@ -56,8 +52,7 @@ Events: Any = events_class()
 
 
 class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]
-    """PyYAML's safe loader, with a Python step for each value. It raises SpecError for a key that is written twice in one
-    mapping; PyYAML would keep the last one."""
+    """PyYAML's safe loader, with a Python step for each value. Raises SpecError for a mapping with a key twice."""
 
     def __init__(self, text: str):
         Events.__init__(self, text)
@@ -66,7 +61,7 @@ class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: igno
         Resolver.__init__(self)
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Compare the keys of a mapping as it is written, before `<<` adds those of other mappings."""
+        """Compare the keys of a mapping as written, before `<<` adds the keys of other mappings."""
         node: Any = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -91,7 +86,7 @@ class BoundedLoader(StepwiseLoader):
         self._clock, self._until_s = clock, clock() + MAX_READ_S
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Count levels and values before they are built."""
+        """Count levels and values of a text before they are built. Raises SpecError beyond a limit."""
         event: Any = self.peek_event()
         place = f"line {event.start_mark.line + 1}"
         self._check_time(place)
@@ -117,7 +112,7 @@ class BoundedLoader(StepwiseLoader):
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Check the time before each value."""
+        """Check the time limit before each value. Raises SpecError."""
         self._check_time(f"line {node.start_mark.line + 1}")
         return super().construct_object(node, deep)
 
@@ -130,8 +125,7 @@ class BoundedLoader(StepwiseLoader):
 
 
 def excess(value: Any) -> str:
-    """Return which limit of levels, keys or values an already parsed value exceeds; empty if none. Each alias counts as
-    its whole tree."""
+    """Return which limit of levels, keys or values a parsed value exceeds, aliases as whole trees; empty if none."""
     waiting, nodes = [(value, 1)], 0
     while waiting:
         each, depth = waiting.pop()
@@ -147,7 +141,7 @@ def excess(value: Any) -> str:
 
 
 def load(text: str, clock: Callable[[], float] = time.monotonic) -> Any:
-    """Return the contents of the YAML `text`. Raises SpecError if it is not YAML or exceeds a limit."""
+    """Return the contents of the YAML `text`. Raises SpecError if `text` is not YAML or exceeds a limit."""
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_BYTES:
         raise SpecError(f"the spec has {size} bytes; at most {MAX_BYTES} are allowed, so keep data in files")

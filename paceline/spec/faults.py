@@ -1,9 +1,7 @@
-"""Explains faults of a spec's keys and values, suggests the intended key, and describes all keys.
-
-A fault is one line: the dotted key as it was typed, the value, and the remedy. An unknown key is looked up in the
-dictionary of other libraries' names, then by spelling, then by its last parts in other sections. A wrong suggestion is
-worse than none. Pages of the documentation are made from the spec's classes and the dictionary.
-"""
+"""Explains faults of a spec's keys and values, suggests the intended key, and describes all keys. A fault is one line:
+the dotted key as it was typed, the value, and the remedy. An unknown key is looked up in the dictionary of other
+libraries' names, then by spelling, then by its last parts in other sections. A wrong suggestion is worse than none.
+Pages of the documentation are made from the spec's classes and the dictionary."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
 
 
 def _union_above(location: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the location of the key if pydantic names a member of its union (`data.train.str`); else None."""
+    """Return the location of the key if pydantic names a member of the key's union (`data.train.str`); else None."""
     for length in range(1, len(location)):
         key = keys().get(dotted(location[:length]))
         if key is not None and key.section is None and isinstance(location[length], str):
@@ -85,8 +83,7 @@ def _foreign_below(typed: str, value: dict[Any, Any], algorithm: str) -> list[st
 
 
 def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
-    """Return the clause about another library's name, with the matching key of `algorithm`, or of the algorithm in
-    `path`."""
+    """Return the clause about another library's name, with the key of `algorithm`, or of the algorithm in `path`."""
     if not entry.key:
         return f"there is none, because {entry.none}"
     if entry.place:
@@ -144,8 +141,7 @@ def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
 
 
 def _once(answers: dict[str, str]) -> dict[str, str]:
-    """Return each distinct answer once, with the first path that has this answer and the number of the other paths that
-    have it."""
+    """Return each distinct answer once, with the first path that has this answer and the number of other such paths."""
     paths: dict[str, list[str]] = {}
     for path, answer in answers.items():
         paths.setdefault(answer, []).append(path)
@@ -287,15 +283,13 @@ def _word(value: Any) -> str:
 MAX_LETTERS = 64
 """Longer words are not compared, because the time grows with the product of the lengths."""
 MAX_GUESSES = 3
-"""With more candidates than this, none is suggested."""
+"""Largest number of names that are suggested for one word."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> list[str]:
-    """Return the names that `word` may mean, best first; empty if none is close.
-
-    A name is close if it differs only in case and punctuation, or by few typing errors for its length, or if it has all
-    parts of `word` in order (`max_step` in `max_num_steps`).
-    """
+    """Return the names that `word` may mean, best first; empty if none is close. A name is close if it differs only in
+    case and punctuation, or by few typing errors for its length, or if it has all parts of `word` in order
+    (`max_step` in `max_num_steps`)."""
     if len(word) > MAX_LETTERS:
         return []
     names = list(candidates)

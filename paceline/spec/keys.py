@@ -31,23 +31,21 @@ _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the spec."""
-
     path: str
-    """Dotted name from the top."""
+    """Dotted name from the top of the spec, such as `policy.optimizer.lr`."""
     field: FieldInfo
     section: type[BaseModel] | None
     """Class of the section that the key opens; None for a value."""
 
     @property
     def description(self) -> str:
-        """The field's docstring; for a section without one, the docstring of its class."""
+        """Docstring of the field; for a section without one, the docstring of the section's class."""
         text = self.field.description or (self.section.__doc__ if self.section else None) or ""
         return " ".join(text.split())
 
     @property
     def type_text(self) -> str:
-        """The type in words, with bounds: `integer > 0`."""
+        """The type in words with bounds, such as `integer > 0`."""
         if self.section is not None:
             return "list of sections" if get_origin(self.field.annotation) is tuple else "section"
         return _words(self.field.annotation, self.field.metadata)
@@ -65,7 +63,7 @@ class Key:
 
 @cache
 def keys() -> dict[str, Key]:
-    """Return every key by its dotted name, sections before their keys."""
+    """Map the dotted name of every key to the key, sections before their keys."""
     return {key.path: key for key in _below(RunSpec, "")}
 
 
@@ -120,7 +118,7 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    """Return the bounds of a number: "> 0, ≤ 1". pydantic keeps them as objects, or together in one FieldInfo."""
+    """Return the bounds of a number: "> 0, ≤ 1". pydantic keeps bounds as objects, or together in one FieldInfo."""
     items = [part for each in metadata for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
     found = [
         f"{sign} {getattr(item, name):g}"

@@ -40,15 +40,12 @@ MODEL_FIELDS = (
 """Fields that name a model or a tokenizer: a folder, an fsspec URL, a name on the hub, or `run:ID`."""
 PATH_FIELDS = (*MODEL_FIELDS, ("data", "train"), ("data", "validation"), ("checkpointing", "checkpoint_dir"))
 OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
-"""Fields that name a folder which a run makes. Their paths are relative to the directory in which the spec is loaded.
-"""
+"""Fields with a folder that a run makes; the path is relative to the directory in which the spec is loaded."""
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
-    """Return the spec in YAML file `path` with `overrides` ("section.key=value") applied.
-
-    Raises SpecError for a missing file, invalid YAML, an unknown key (with the nearest), a wrong type, a contradiction.
-    """
+    """Return the spec in YAML file `path` with `overrides` ("section.key=value") applied. Raises SpecError for a
+    missing file, invalid YAML, an unknown key (with the nearest), a wrong type, a contradiction."""
     tree = read_tree(path)
     for override in overrides:
         apply_override(tree, override)
@@ -61,7 +58,7 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
-    """Return the sections of YAML file `path` unchanged. Raises SpecError if it is missing, not YAML or too large."""
+    """Return the sections of YAML file `path`. Raises SpecError if the file is missing, not YAML or too large."""
     path = Path(path)
     try:
         with open_regular(path) as file:
@@ -163,7 +160,7 @@ def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
 
 
 def _remove_unknown(tree: dict[str, Any]) -> list[str]:
-    """Remove from `tree` unknown keys and unknown kinds of trackers; return them, dotted."""
+    """Remove unknown keys and unknown kinds of trackers from `tree`; return their dotted names."""
     try:
         RunSpec.model_validate(tree)
     except ValidationError as error:
@@ -226,7 +223,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _below_value(override: str, key: str) -> SpecError:
-    """Return the error for an override whose key is below a plain value; for another library's name it has our key."""
+    """Return the error for an override whose key is below a plain value, with our key for another library's name."""
     dotted = override.partition("=")[0]
     if look_up(dotted):
         return SpecError("\n".join(unknown_key(tuple(dotted.split(".")), None)))
@@ -337,7 +334,7 @@ def import_hint(path: Path, tree: dict[str, Any]) -> str:
 
 
 def hint_by_suffix(path: Path) -> str:
-    """Return the sentence for a file that is not YAML by its suffix; empty for others."""
+    """Return the clause that suggests `paceline import` for a file with the suffix of another library; else empty."""
     library = SUFFIXES.get(path.suffix)
     return f"; `paceline import {library} {path}` writes a spec from it" if library else ""
 
@@ -351,8 +348,7 @@ def _walk(above: str, value: Any, levels: int = 8) -> Iterator[str]:
 
 
 def code_paths(spec: RunSpec) -> dict[str, str]:
-    """Return a mapping from each field of a spec that names code to the field's `file:name`. Built-in functions have no
-    file."""
+    """Return a mapping from each field that names code to the field's `file:name`. Built-in functions have no file."""
     named = {f"rewards.{index}.function": reward.function for index, reward in enumerate(spec.rewards)}
     environment = spec.environment
     for name, each in environment.classes.items():
@@ -363,7 +359,6 @@ def code_paths(spec: RunSpec) -> dict[str, str]:
 
 
 def file_of(code: str) -> str:
-    """Return the file of a `file:name`."""
     return code.rpartition(":")[0]
 
 

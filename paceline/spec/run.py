@@ -1,7 +1,5 @@
-"""`RunSpec`: one training job, and the rules that span several sections.
-
-`evaluation` sets how `paceline eval` queries a model, and the groups of problems that it reports. Runs do not read it.
-"""
+"""`RunSpec`: one training job, and the rules that span several sections. `evaluation` sets how `paceline eval` queries
+a model, and the groups of problems that it reports. Runs do not read it."""
 
 from __future__ import annotations
 
@@ -69,11 +67,9 @@ class RunSpec(Section):
     """One training job: submitted once, checked as a whole, and written beside the run in resolved form."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
-    """Name for people, of letters, digits, dots, dashes and underscores. The run's id and its folder are made from it.
-    """
+    """Name for people, of letters, digits, dots, dashes and underscores; the run's id and folder are made from it."""
     folder: str = ""
-    """Folder of the spec's file, recorded when it is read: reward functions are loaded from it or below. Empty for a
-    spec that a program made."""
+    """Folder of the spec's file: reward functions are loaded from it or below. Empty for a spec that a program made."""
     algorithm: Algorithm = "grpo"
     """Algorithm and its training data: `grpo` from rollouts; from a data set's examples `sft` (completions), `dpo`
     and `orpo` (preference pairs), `kto` (good and bad completions), `rm` (a reward model from pairs); `distillation`
@@ -100,9 +96,8 @@ class RunSpec(Section):
     logger: LoggerSection = LoggerSection()
     cluster: ClusterSection = ClusterSection()
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Priority in the coordinator's queue: of the waiting runs, the one with the highest priority starts first, among
-    equal ones the oldest. A run with a higher priority than the running one replaces it: the replaced run writes a
-    checkpoint and continues later."""
+    """Priority in the coordinator's queue: the highest starts first, among equal ones the oldest run. A run of higher
+    priority replaces the running one, which writes a checkpoint and continues later."""
     max_hours: Annotated[float, Field(gt=0.0)] | None = None
     """The run ends as succeeded after this many hours of training, once it has trained its last steps and has written
     its checkpoint and export. Time in the queue and in pauses does not count. None: the run trains max_num_steps."""
@@ -120,7 +115,7 @@ class RunSpec(Section):
 
     @property
     def examples(self) -> ExamplesSection | None:
-        """The section of an algorithm that trains on examples of a data set; None for one that samples."""
+        """The section of an algorithm that trains on examples of a data set; None if the algorithm samples."""
         section = self.algorithm_section
         return section if isinstance(section, ExamplesSection) else None
 
@@ -206,8 +201,7 @@ class RunSpec(Section):
 
     @property
     def prompts_have_tools(self) -> bool:
-        """Return whether the chat template gets the tools in a sampled prompt's row; false with an environment, which
-        has its own tools."""
+        """Return whether the chat template gets a row's tools; false with an environment, which has other tools."""
         return self.samples and not self.environment.is_used
 
     @property
@@ -268,7 +262,7 @@ class RunSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _reward_by_environment(cls, values: Any) -> Any:
-        """Make the environment's own reward the only one if the spec names none."""
+        """If the spec names no reward, make the environment's own reward the only one."""
         if not isinstance(values, dict) or values.get("rewards"):
             return values
         section = values.get("environment")

@@ -1,7 +1,5 @@
-"""Fills texts that have names of columns in braces. Pure.
-
-Promise: an inserted value is never read as a template again, so a value that holds `{answer}` stays unchanged.
-"""
+"""Fills texts that have names of columns in braces. Pure. Promise: an inserted value is never read as a template again,
+so a value that holds `{answer}` stays unchanged."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ AUTHORITY_DAYS, CERTIFICATE_DAYS = 3650.0, 30.0
 LOCAL = ("localhost", "127.0.0.1", "::1")
 """Hosts of every certificate, because on its own host a process may be reached by loopback."""
 SKEW = timedelta(minutes=5)
-"""Certificates are valid from this long before they are issued, because clocks of hosts differ."""
+"""Time before its issue from which a certificate is valid, because clocks of hosts differ."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 
 
 def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
-    """Make an authority in a folder. Raises Conflict if it has one."""
+    """Make an authority in a folder. Raises Conflict if the folder has an authority."""
     for name in (AUTHORITY, AUTHORITY_KEY):
         if (folder / name).exists():
             raise Conflict(
@@ -86,8 +86,7 @@ def renew(folder: Path, name: str, days: float | None = None) -> Path:
 
 
 def issued(folder: Path) -> Iterator[tuple[str, Certificate]]:
-    """Yield each name in an authority's folder with its certificate, in the order of the names. Raises InvalidInput for
-    an unreadable certificate."""
+    """Yield names and certificates in an authority's folder, sorted. Raises InvalidInput for unreadable files."""
     for path in sorted(folder.glob(f"*/{CERTIFICATE}")):
         yield path.parent.name, read_certificate(path.read_bytes())
 
@@ -177,7 +176,7 @@ def _pem_of_key(key: EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Replace a file, which has its mode from the start."""
+    """Replace a file whole; the new file has `mode` before it has any content."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -1,9 +1,6 @@
-"""Reads certificates: the holder, its role, the addresses and the time of validity.
-
-A certificate names a process or a person by its common name and gives the role as its organization (`CN=rollout-0,
-O=worker`), as cert-manager's certificates do with `subject.organizations`. Nothing here decides whether to trust a
-certificate, because TLS has already verified the chain.
-"""
+"""Reads certificates: the holder, its role, the addresses and the time of validity. A certificate names a process or a
+person by its common name and gives the role as its organization (`CN=rollout-0, O=worker`), as cert-manager does
+with `subject.organizations`. Nothing here decides whether to trust a certificate: TLS has verified the chain."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ WORKER_HOST = "worker.paceline.internal"
 
 @dataclass(frozen=True)
 class Identity:
-    """The holder of a certificate."""
-
     name: str
     role: str
 
@@ -36,7 +31,7 @@ class Certificate:
     """The first certificate of a PEM text."""
 
     name: str
-    """Common name; empty without one."""
+    """Common name; empty if the certificate has none."""
     organizations: tuple[str, ...]
     hosts: tuple[str, ...]
     """DNS names and IP addresses for which the certificate is valid."""

@@ -1,11 +1,8 @@
-"""gRPC channels that verify the server and present this process's certificate; without a folder they are plain.
-
-A channel keeps the certificate with which it was opened, so `RenewedChannel` opens another one for calls that begin
-after the files have changed; calls under way end on the old one.
-
-gRPC does not report why a TLS connection failed, so `why_no_channel` makes a second one with Python's ssl, whose errors
-name the cause. Promise: it sends nothing but a handshake, and takes at most `LIMIT_S`.
-"""
+"""gRPC channels that verify the server and present this process's certificate; without a folder they are plain. A
+channel keeps the certificate with which it was opened, so `RenewedChannel` opens another one for calls that begin
+after the files have changed; calls under way end on the old one. gRPC does not report why a TLS connection failed,
+so `why_no_channel` makes a second one with Python's ssl, whose errors name the cause. Promise: it sends nothing but
+a handshake, and takes at most `LIMIT_S`."""
 
 from __future__ import annotations
 
@@ -114,8 +111,7 @@ LIMIT_S = 3.0
 
 
 def why_no_channel(address: str, folder: TlsFolder | None = None) -> str:
-    """Return why TLS, or its lack, keeps this process from the gRPC server at "host:port"; empty if it does not.
-    Blocks."""
+    """Return why TLS, or its lack, keeps this process from the gRPC server at "host:port"; empty if not. Blocks."""
     host, _, port = address.rpartition(":")
     folder = folder or tls_folder()
     try:

@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Material:
-    """Certificates and key of a folder."""
-
     authority: bytes
     """PEM of the trusted authorities."""
     certificate: bytes = b""
@@ -109,14 +107,13 @@ def _folder(path: str) -> TlsFolder:
 
 
 def tls_folder(path: str | os.PathLike[str] | None = None) -> TlsFolder | None:
-    """Return the folder at `path`, by default that of the environment; None without one: then nothing is encrypted."""
+    """Return the TLS folder at `path`, or that of PACELINE_TLS_DIR; None if neither names one: nothing is encrypted."""
     named = os.fspath(path) if path is not None else os.environ.get(VARIABLE, "")
     return _folder(named) if named else None
 
 
 class ResetSafeSocket(ssl.SSLSocket):
-    """`SSLContext.sslsocket_class` that closes itself: `wrap_socket` leaves it open if the peer has reset the
-    connection."""
+    """Socket class for an SSLContext. Closes itself if the peer resets the connection, which `wrap_socket` does not."""
 
     def __del__(self) -> None:
         self.close()

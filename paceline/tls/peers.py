@@ -1,9 +1,6 @@
-"""TLS between two workers: each presents a certificate of the authority with the role `worker`.
-
-Host names are not compared, because a relay uses addresses of its host's networks that a certificate need not list, and
-its data are verified by digests from the control plane. A peer without a worker's certificate gets neither data nor a
-reason.
-"""
+"""TLS between two workers: each presents a certificate of the authority with the role `worker`. Host names are not
+compared, because a relay uses addresses of its host's networks that a certificate need not list, and its data are
+verified by digests from the control plane. A peer without a worker's certificate gets neither data nor a reason."""
 
 from __future__ import annotations
 

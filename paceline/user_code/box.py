@@ -32,7 +32,6 @@ from paceline.host.landlock import (
 )
 
 NAMED_FOLDERS = 3
-"""Largest number of folders that a sentence names."""
 
 
 def why_no_isolation() -> str:
@@ -52,17 +51,16 @@ class Box:
     shown: tuple[str, ...] = ()
     """Folders within hidden ones that the process may read."""
     kept: tuple[str, ...] = ()
-    """Folders that the process may read but not change, except for hidden files in them. They take effect only with
-    hidden files."""
+    """Folders to read but not to change, except for hidden files in them. They take effect only with hidden files."""
 
     @classmethod
     def read(cls, text: str) -> Box:
-        """Return the box whose `text()` is `text`."""
+        """Return the box that `Box.text` has written as `text`."""
         values = json.loads(text)
         return cls(tuple(values["hidden"]), tuple(values["shown"]), tuple(values["kept"]))
 
     def text(self) -> str:
-        """Return this box as the argument of a process."""
+        """Return the box as text for the process's command line."""
         return json.dumps(asdict(self))
 
     def close(self) -> None:
@@ -83,7 +81,7 @@ class Box:
         _entered = self
 
     def closed_folders(self) -> list[str]:
-        """Return the folders that are opened entry by entry; user code can create nothing directly in them."""
+        """Return the folders that are opened entry by entry; user code can create nothing directly in such a folder."""
         if not self.hidden:
             return []
         return sorted({str(folder) for path in (*self.hidden, *self.kept) for folder in Path(path).parents})
@@ -114,12 +112,10 @@ class Box:
 
 
 _entered = Box()
-"""The box of this process."""
 
 
 def why_refused(error: BaseException, box: Box | None = None) -> str:
-    """Return `; ` and the box's sentence if `box` (None: the box of this process) may have caused an error of user
-    code, else an empty text."""
+    """Return `; ` and the sentence of `box` (None: this process's) if the box may have caused an error; else empty."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -134,7 +130,7 @@ def why_refused(error: BaseException, box: Box | None = None) -> str:
 
 
 def open_paths(hidden: Iterable[str]) -> Iterator[str]:
-    """Yield paths that cover everything but `hidden`: the entries beside each hidden path and its parents."""
+    """Yield paths that cover everything but `hidden`: the entries beside each hidden path, and beside its parents."""
     return _beside({Path(path) for path in hidden})
 
 

@@ -1,9 +1,6 @@
-"""The process' side of user code: connection, output, memory limit, and the causes of errors.
-
-Promises: the user code runs in its box (`paceline.user_code.box`), its output cannot get into the protocol, it cannot
-add more address space than its limit, and the process does not outlive the service. It never imports torch or
-transformers.
-"""
+"""The process' side of user code: connection, output, memory limit, and the causes of errors. Promises: the user code
+runs in its box (`paceline.user_code.box`), its output cannot get into the protocol, it cannot add more address space
+than its limit, and the process does not outlive the service. It never imports torch or transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def connect(killed_first: bool = True) -> socket.socket:
 
 
 class MemoryBudget:
-    """Address space that a piece of user code may add over all its calls."""
+    """Limit of the address space that user code may add to the process over all calls."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
@@ -79,8 +76,7 @@ def mapped_bytes() -> int | None:
 
 
 def is_unreachable(error: BaseException | None) -> bool:
-    """Return whether a failed connection caused `error`: a fault of the called service, not of the user code or the
-    data."""
+    """Return whether a failed connection caused `error`: a fault of the called service, not of user code or data."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):

@@ -16,19 +16,17 @@ NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_S
 
 
 class ProcessTimeout(PacelineError):
-    """No answer within the time limit."""
+    """The process gave no answer within its time limit."""
 
     starved = False
-    """True if the process was always runnable but hardly got a processor (or its disk), which is no fault of the user
-    code."""
+    """True if the process was always runnable but hardly got a processor (or its disk): no fault of the user code."""
 
 
 class ProcessDied(PacelineError):
     """The process ended instead of answering. The message says how, as in `died with signal SIGKILL`."""
 
     by_signal = False
-    """True if the process ended by a signal that this service did not send: from the kernel (out of memory, a crash) or
-    a person."""
+    """True if the kernel (out of memory, a crash) or a person ended the process by a signal, not this service."""
 
 
 class ProcessNotStarted(ProcessDied):
@@ -46,8 +44,7 @@ def starved_seconds(pid: int, used_before_s: float, window_s: float) -> float | 
 
 
 def usage(pid: int) -> float:
-    """Return the processor seconds of a process and its children, ended ones included; 0 for a process that no longer
-    exists."""
+    """Return the processor seconds of a process and its children, ended ones included; 0 if the process is gone."""
     used_s = 0.0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -58,8 +55,7 @@ def usage(pid: int) -> float:
 
 
 def is_runnable(pid: int) -> bool:
-    """Return whether a process or one of its children waits for a processor or the disk, or was stopped. A sleeping one
-    waits by choice."""
+    """Return whether a process or a child waits for a processor or the disk, or was stopped, rather than sleeps."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return any(_status(member) in NOT_SLEEPING for member in [process, *process.children(recursive=True)])

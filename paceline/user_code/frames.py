@@ -1,7 +1,5 @@
-"""Messages between a service and a process that runs user code: a length, then JSON, over their socket pair.
-
-They are JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any.
-"""
+"""Messages between a service and a process that runs user code: a length, then JSON, over their socket pair. They are
+JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the message in `body`. Raises WireError if it is not a JSON object."""
+    """Return the message in `body`. Raises WireError if `body` is not a JSON object."""
     try:
         message = json.loads(body)
     except ValueError as error:
@@ -43,15 +41,13 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Wait for the next message, in the process. Raises EOFError if the service has ended. There is no deadline,
-    because an idle process has nothing else to do, and the service's end shows as EOF."""
+    """Return the next message, without a deadline: an idle process waits. Raises EOFError if the service has ended."""
     (size_bytes,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return decode(_exactly(connection, size_bytes))
 
 
 async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Wait for the next message, in the service, which sets the deadline. Raises EOFError if the process has ended,
-    WireError."""
+    """Return the next message; the service sets the deadline. Raises EOFError if the process has ended, WireError."""
     (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if size_bytes > MAX_FRAME_BYTES:
         raise WireError(

@@ -1,8 +1,5 @@
-"""Loads the function or class in a user's file that a spec names as `path/to/file.py:name`.
-
-A file is loaded under a module name made from its path, so a user's `learner.py` shadows no module of this project, and
-two files of one name do not collide.
-"""
+"""Loads the function or class in a user's file that a spec names as `path/to/file.py:name`. The module's name is made
+from the path, so a user's `learner.py` shadows no module of this project, and equal file names do not collide."""
 
 from __future__ import annotations
 
@@ -63,9 +60,8 @@ def _module(path: Path) -> ModuleType:
 
 
 class NeighbourFinder(PathFinder):
-    """Finds the files beside a user's file for its imports. It comes after every other finder, so that these files
-    shadow nothing. A folder at the end of `sys.path` would shadow packages in editable mode, which are found after
-    that."""
+    """Finds the files beside a user's file for its imports, after every other finder, so that they shadow nothing. A
+    folder at the end of `sys.path` would shadow packages in editable mode, which are found after it."""
 
     folders: ClassVar[list[str]] = []
 
@@ -73,7 +69,7 @@ class NeighbourFinder(PathFinder):
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the module of that name in one of the folders; None for a module inside a package."""
+        """Return the spec of the module `fullname` beside a user's file; None for a module inside a package."""
         return super().find_spec(fullname, cls.folders, target) if path is None else None
 
 
@@ -105,8 +101,7 @@ def _described(error: BaseException, path: Path | None) -> str:
 
 
 def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments that a user's function takes, and the names of required ones that are missing. For a
-    function with `**`, or without a signature, return `arguments` itself."""
+    """Return the arguments that a user's function takes (all with `**` or no signature), and missing arguments."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

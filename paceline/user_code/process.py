@@ -40,11 +40,10 @@ BOOT = (
 async def spawn(
     module: str, surroundings: Surroundings | None
 ) -> tuple[Process, socket.socket, ProcessSettings | None]:
-    """Start a process that runs `main()` of a module in a separate session. Return the process with this side's socket
-    and with the process' settings; the caller removes the settings' files after the process has ended. The process
-    connects with `paceline.user_code.child.connect`. -P keeps the working directory off the process' import path.
-    Without `surroundings`, for code of this project, the process has the environment of this process and no box.
-    Raises ProcessNotStarted."""
+    """Start a process that runs `main()` of a module in a separate session. -P keeps the working directory off its
+    import path. Return the process, this side's socket and the process' settings, whose files the caller removes
+    after the end of the process, which connects with `paceline.user_code.child.connect`. Without `surroundings`, for
+    code of this project, the process has this process's environment and no box. Raises ProcessNotStarted."""
     settings: ProcessSettings | None = None
     try:
         settings = None if surroundings is None else surroundings.prepare()
@@ -85,7 +84,7 @@ class _Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id, from the start on; None without a process."""
+        """Process id; None if there is no process."""
         return self._process.pid if self._process is not None else None
 
     async def _connected(self) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
@@ -121,8 +120,7 @@ class UserProcess(_Child):
     """One child process that runs `main` of a module, for one caller at a time."""
 
     def __init__(self, module: str, load_frame: bytes, start_timeout_s: float, surroundings: Surroundings) -> None:
-        """Set the module and its first frame; `start` starts the process. `start_timeout_s` limits the start with its
-        imports."""
+        """Take the module and its first frame for `start`; `start_timeout_s` limits the start with its imports."""
         super().__init__(module, surroundings)
         self._load_frame = load_frame
         self._start_timeout_s = start_timeout_s
@@ -211,8 +209,7 @@ class SharedProcess(_Child):
     """One child process that runs `main` of a module, for several callers."""
 
     def __init__(self, module: str, load: dict[str, Any], surroundings: Surroundings | None) -> None:
-        """Set the module and its first message; `start` starts the process. `surroundings` is None for code of this
-        project."""
+        """Take the module and its first message for `start`; `surroundings` is None for code of this project."""
         super().__init__(module, surroundings)
         self._load = encode(load)
         self._reading: asyncio.Task[None] | None = None
@@ -220,11 +217,9 @@ class SharedProcess(_Child):
         self.last_id = 0
         """Id of the newest message that was sent."""
         self.num_answered = 0
-        """Number of replies until now."""
 
     @property
     def usable(self) -> bool:
-        """Return whether the process is started and has not ended as far as is known."""
         return self._writer is not None
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
@@ -285,7 +280,6 @@ class SharedProcess(_Child):
             self._writer.write(encode({"id": self.last_id, **message}))
 
     async def close(self) -> None:
-        """Kill the process, and wait for its end."""
         self.kill()
         reading, self._reading = self._reading, None
         if reading is not None:

@@ -43,7 +43,7 @@ from paceline.user_code.box import Box
 
 TEMPORARY_PREFIX = "paceline-user-code-"
 MIN_AGE_S = 60.0
-"""Least age in seconds of a folder that is removed: the service of a younger one may be about to lock it."""
+"""Smallest age in seconds at which a folder is removed; its service may be about to lock a younger folder."""
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -51,7 +51,7 @@ class TemporaryFolder:
     """A new folder that belongs to this process until `remove`."""
 
     def __init__(self, parent: Path):
-        """Raises OSError if there is no room."""
+        """Raises OSError if the disk has no room."""
         self.path = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=parent)
         try:
             self._lock = os.open(self.path, FOLDER_FLAGS)
@@ -99,7 +99,6 @@ def _remove(path: str) -> None:
 VARIABLE = "PACELINE_REQUIRE_ISOLATION"
 ANSWERS_VARIABLE = "PACELINE_ANSWER_CACHE_MB"
 ROOT = str(Path(__file__).resolve().parents[2])
-"""Folder with the packages of this project."""
 CREDENTIALS = (
     "~/.ssh",
     "~/.aws",
@@ -115,7 +114,7 @@ CREDENTIALS = (
 
 
 class Isolation(enum.Enum):
-    """The files hidden from user code of this process; each value is one of the variable PACELINE_REQUIRE_ISOLATION."""
+    """Kinds of files that are hidden from user code, by the value of the variable PACELINE_REQUIRE_ISOLATION."""
 
     OPEN = "0"
     SECRETS = "secrets"
@@ -123,7 +122,7 @@ class Isolation(enum.Enum):
 
 
 def isolation() -> Isolation:
-    """Return the isolation that the environment variable sets; OPEN if it is not set."""
+    """Return the isolation that PACELINE_REQUIRE_ISOLATION sets; OPEN if the variable is not set."""
     match os.environ.get(VARIABLE, ""):
         case "1" | "true" | "yes":
             return Isolation.REQUIRED
@@ -140,8 +139,6 @@ def isolation_is_required() -> bool:
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of one process of user code."""
-
     environment: dict[str, str]
     box: Box
     temporary: TemporaryFolder | None = None
@@ -155,8 +152,6 @@ class ProcessSettings:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of one run's user code."""
-
     code: tuple[str, ...] = ()
     """Paths of the user code's files; the code may read their bundle."""
     variables: tuple[str, ...] = ()
@@ -182,8 +177,7 @@ class Surroundings:
         return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the code's processes. They never get the storage key; if there is one, judges keep no answers
-        in files."""
+        """Return the code's environment variables, without the storage key; with a key, judges store no answers."""
         variables = passed_variables(self.variables)
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
             variables[ANSWERS_VARIABLE] = "0"
@@ -213,7 +207,6 @@ def secret_paths() -> Iterator[Path]:
 
 
 def bundles_folder() -> Path:
-    """Return the folder of unpacked bundles of all runs."""
     return KIND.of_user("bundles").folder.resolve()
 
 
@@ -252,7 +245,7 @@ def _may_change(path: Path) -> bool:
 
 
 PASSED_VARIABLE = "PACELINE_PASS_ENV"
-"""Variable with the names of further variables, separated by commas; `--pass-env` sets it."""
+"""Environment variable with the names of further variables, separated by commas; set by `--pass-env`."""
 KEPT = re.compile(
     r"""
     PATH | HOME | USER | LOGNAME | SHELL | HOSTNAME | TERM | LANG | LANGUAGE | TZ | TMPDIR | TMP | TEMP

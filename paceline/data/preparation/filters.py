@@ -1,8 +1,6 @@
 """Filters rows by prompt (`data.preparation`): length, overlap of word n-grams with evaluation sets, earlier pass rate.
-
 A filter returns the reason for leaving a row out, or an empty text. Promise: a text that occurs in an evaluation set
-word by word has the overlap 1, whatever its case and punctuation.
-"""
+word by word has the overlap 1, whatever its case and punctuation."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ class OverlapIndex:
 
 
 def text_of(prompt: object) -> str:
-    """Return the words of a prompt: its text, or that of its user's messages."""
+    """Return the words of a prompt: the text, or the text of the user's messages."""
     if isinstance(prompt, str):
         return prompt
     messages = prompt if isinstance(prompt, list) else []
@@ -83,13 +81,12 @@ Filter = Callable[[Any, Row], str]
 
 
 def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter:
-    """Leave out prompts of more than `most` units."""
+    """Return a filter that leaves out prompts of more than `most` units."""
     return lambda prompt, row: f"prompt of more than {most} {unit}" if length(prompt, row) > most else ""
 
 
 def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
-    """Leave out prompts that share at least `share` of their n-grams with an evaluation set. `indexes` maps the name of
-    an evaluation set to its index."""
+    """Return a filter that leaves out prompts with at least `share` of their n-grams in a named evaluation set."""
 
     def check(prompt: Any, row: Row) -> str:
         text = text_of(prompt)
@@ -112,8 +109,7 @@ def by_pass_rate(rates: Mapping[bytes, float], low: float, high: float) -> Filte
 
 
 def pass_rates(attempts: Iterable[tuple[Any, Iterable[float]]], passed_at: float) -> dict[bytes, float]:
-    """Return, for each prompt (its `key_of`), the share of its completions whose reward is at least `passed_at`, over
-    all attempts of all runs."""
+    """Map the `key_of` each prompt to the share of completions, over all runs, with a reward of `passed_at` or more."""
     counts: dict[bytes, tuple[int, int]] = {}
     for prompt, rewards in attempts:
         known = [reward for reward in rewards if reward == reward]  # NaN: nothing scored it
@@ -128,13 +124,12 @@ def key_of(prompt: Any) -> bytes:
 
 
 STEMS = ("test", "eval", "validation", "valid", "dev")
-"""Stems of file names: a file beside the training data counts as an evaluation set if its name has one of these stems.
-"""
+"""Stems of file names: a file beside the training data with such a stem counts as an evaluation set."""
 
 
 def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:
-    """Return a mapping from the name of each evaluation set of a spec to its rows. `prepared` is the spec after its
-    preparation, so that its validation data have the columns of its training data. Raises DataError, Unreadable."""
+    """Return the rows of each evaluation set of a spec by the set's name. `prepared` is the spec after its preparation,
+    so that its validation data have the columns of its training data. Raises DataError, Unreadable."""
     found: dict[str, Rows] = {}
     if spec.data.validation is not None and spec.data.validation != spec.data.train:
         found["data.validation"] = open_source(prepared.data.source(validation=True))

@@ -1,9 +1,6 @@
-"""Prepares the data of a spec (`data.preparation`) into files in a folder of this machine.
-
-Promise: the user's function (`f(row) -> row, list of rows, or None`) runs in a process of the machine that submits the
-spec. It gets rows in their order, a fault names the row, and a call that hangs ends at its time limit. Every row that
-is left out is counted with its reason.
-"""
+"""Prepares the data of a spec (`data.preparation`) into files in a folder of this machine. Promise: the user's function
+(`f(row) -> row, list of rows, or None`) runs in a process of the machine that submits the spec. It gets rows in
+their order, a fault names the row, a call that hangs ends at its time limit. Rows left out are counted by reason."""
 
 from __future__ import annotations
 
@@ -39,14 +36,10 @@ Row = dict[str, Any]
 
 @dataclass
 class PreparedSet:
-    """One of the spec's data sets, prepared."""
-
     paths: list[Path] = field(default_factory=list)
-    """One file for each entry of a list of data sets, in its order."""
+    """One file for each entry of a list of data sets, in the order of the list."""
     rows: int = 0
-    """Number of remaining rows."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """For each reason, the number of rows that were left out for it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,6 @@ class Prepared:
 
     sets: dict[str, PreparedSet]
     report: Path | None = None
-    """File with the text of `lines`."""
 
     @property
     def files(self) -> dict[str, list[Path]]:
@@ -82,12 +74,9 @@ class Prepared:
 
 @contextmanager
 def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
-    """Prepare the data of a spec in a folder that exists while the context is open. Without data.preparation no data
-    are read.
-
-    Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with; DataError for a
-    function that fails, a row that the algorithm cannot read, or a data set without remaining rows; Unreadable.
-    """
+    """Prepare the data of a spec in a folder that exists while the context is open; without data.preparation, read
+    none. Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with;
+    DataError for a function that fails, a row that the algorithm cannot read, or a set without rows; Unreadable."""
     section = spec.data.preparation
     with tempfile.TemporaryDirectory(prefix="paceline-prepared-") as folder:
         sets: dict[str, PreparedSet] = {}
@@ -174,7 +163,7 @@ async def _processed(rows: Rows, function: str | None, timeout_s: float) -> Asyn
 
 
 BATCH_ROWS = 256
-"""Number of rows in one call of the process."""
+"""Number of rows in one call of the process, for which `timeout_s` is the limit."""
 START_TIMEOUT_S = 120.0
 
 
@@ -182,7 +171,6 @@ class Processor:
     """Runs the function `path/to/file.py:name` in a process. An async context manager."""
 
     def __init__(self, function: str, timeout_s: float) -> None:
-        """`timeout_s` is the limit for `BATCH_ROWS` rows."""
         self._function, self._timeout_s = function, timeout_s
         self._process = UserProcess(
             "paceline.data.preparation.processor_child",
@@ -206,8 +194,7 @@ class Processor:
         await self._process.close()
 
     async def process(self, rows: Rows) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield each row's index and the function's result. Raises DataError for a function that raises, hangs, dies or
-        returns something invalid."""
+        """Yield each row's index and results. Raises DataError if the function raises, hangs, dies or gives no row."""
         for first in range(0, len(rows), BATCH_ROWS):
             batch = [rows[index] for index in range(first, min(first + BATCH_ROWS, len(rows)))]
             for index, made in enumerate(await self._batch(batch, first), start=first):

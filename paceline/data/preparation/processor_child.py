@@ -1,7 +1,5 @@
-"""The process of a processor: loads the user's function once, then answers one batch of rows after another.
-
-The promises of `paceline.user_code.child` hold. This module never imports torch or transformers.
-"""
+"""The process of a processor: loads the user's function once, then answers one batch of rows after another. The
+promises of `paceline.user_code.child` hold. This module never imports torch or transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ from paceline.user_code.loading import describe_error, load_from_file
 
 
 def main() -> None:
-    """Serve the socket until the parent closes it."""
     with connect() as connection, contextlib.suppress(EOFError, ConnectionError):
         _serve(connection)
 

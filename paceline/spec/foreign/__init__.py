@@ -1,8 +1,6 @@
-"""The dictionary of other libraries' names, and its lookup by the name that a user typed.
-
-`trl.yaml`, `nemo_rl.yaml`, `verl.yaml` and `prime_rl.yaml` have one entry for each name, at its path in the library,
-`common.yaml` has words of several libraries, and `values.yaml` values by our key. A test checks every key in them.
-"""
+"""The dictionary of other libraries' names, and its lookup by the name that a user typed. `trl.yaml`, `nemo_rl.yaml`,
+`verl.yaml` and `prime_rl.yaml` have one entry for each name, at its path in the library, `common.yaml` has words of
+several libraries, and `values.yaml` values by our key. A test checks every key in them."""
 
 from __future__ import annotations
 
@@ -18,25 +16,21 @@ from paceline.spec.keys import keys
 
 Rule = Literal["", "computed", "by_hand"]
 TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
-"""Tables by precedence: NeMo RL first, because its sections are named like ours."""
+"""Tables by precedence: NeMo RL first, because NeMo RL's sections are named like ours."""
 MIN_SUFFIX = 5
-"""The last parts of a name, such as `rollout.n`, identify it only if they have at least this many characters; shorter
-ones are ambiguous."""
+"""Smallest number of characters in the last parts of a name (`rollout.n`) that identify the name."""
 
 
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 """Algorithms that train on a data set's examples."""
 SAME = "same"
-"""Value in reference.yaml that means: the library's name equals our key. For TRL, whose names have no sections, it
-equals the last part of our key."""
+"""Value in reference.yaml: the library's name equals our key, or for TRL, without sections, the key's last part."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
-"""Maps a key of `grpo` to its name in the sections of EXAMPLES, if that name is different."""
+"""Maps a key of `grpo` to the key's name in the sections of EXAMPLES, if that name is different."""
 
 
 @dataclass(frozen=True)
 class ForeignName:
-    """One entry of the dictionary."""
-
     library: str
     """Library's display name, `NeMo RL`; empty for a common word."""
     name: str
@@ -50,14 +44,14 @@ class ForeignName:
     place: str = ""
     """For a whole section: the section of our spec with the same keys, as a clause."""
     values: Mapping[Any, Any] | None = None
-    """The library's values with ours, if they differ."""
+    """Maps the library's values to ours, if they differ."""
     rule: Rule = ""
     """Conversion by `paceline import`: unchanged, computed from several values, or by hand."""
 
 
 @cache
 def table(library: str) -> dict[str, ForeignName]:
-    """Return the entries of the table `name`, one of TABLES."""
+    """Return the entries of a library's table by name; `library` is one of TABLES."""
     tree = _read(f"{library}.yaml")
     entries = {}
     for name, entry in tree["names"].items():
@@ -75,8 +69,7 @@ def values() -> dict[str, dict[Any, Any]]:
 
 @cache
 def shown_names() -> dict[str, dict[str, str]]:
-    """Return, for each of our keys, a mapping from the library (NeMo RL or TRL) to the key's name in it; no entry if a
-    library has no such name."""
+    """Return, for each of our keys, the key's name in each library (NeMo RL or TRL) that has such a name."""
     tree: dict[str, list[str | None]] = _read("reference.yaml")
     return {
         key: {
@@ -89,7 +82,7 @@ def shown_names() -> dict[str, dict[str, str]]:
 
 
 def key_for(key: str, algorithm: str) -> str:
-    """Return our `key` (of `grpo` or `loss_fn`) in the section of an algorithm; empty if it has none."""
+    """Return our `key` (of `grpo` or `loss_fn`) in the section of an algorithm; empty if that section lacks the key."""
     section, _, name = key.partition(".")
     if algorithm in EXAMPLES and section == "grpo":
         key = f"{algorithm}.{RENAMED.get(name, name)}"
@@ -101,11 +94,9 @@ def key_for(key: str, algorithm: str) -> str:
 
 
 def look_up(path: str) -> ForeignName | None:
-    """Return the entry for the dotted name that was typed; None if no library has it.
-
-    The search order is: the whole name; the longest section above it that has an entry with `.*`; its last parts,
-    because people write a name below the section in which they expect it (`grpo.num_iterations`).
-    """
+    """Return the entry for the dotted name that was typed; None if no library has it. The search order is: the whole
+    name; the longest section above it that has an entry with `.*`; its last parts, because people write a name below
+    the section in which they expect it (`grpo.num_iterations`)."""
     for library in TABLES:
         if path in table(library):
             return table(library)[path]

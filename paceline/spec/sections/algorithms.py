@@ -1,7 +1,5 @@
 """Sections of the algorithms, and `async_grpo`: groups or examples, number of steps, evaluation, and the reference.
-
-Properties of an algorithm are declared in its section, so that no other module depends on its name.
-"""
+Properties of an algorithm are declared in its section, so that no other module depends on its name."""
 
 from __future__ import annotations
 
@@ -97,13 +95,12 @@ class GrpoSection(AlgorithmSection):
     advantage_clip_high: float | None = None
     """Advantages above this are lowered to it."""
     overlong_filtering: bool = False
-    """If true, a completion that was cut off at its token limit trains nothing, but its reward stays in the group's
-    baseline."""
+    """If true, a completion cut off at its token limit trains nothing, but its reward stays in the group's baseline."""
     use_dynamic_sampling: bool = False
-    """Drop groups in which no completion has an advantage, as with equal rewards, and admit others instead."""
+    """Drop groups in which no completion has an advantage, such as those with equal rewards, and admit others instead.
+    """
     max_generation_batches: PositiveInt = 10
-    """Pause the run when this many batches of groups in a row were dropped and no group could train; if all failures
-    have one cause, two batches are enough."""
+    """Pause the run after this many batches of dropped groups in a row, or two if all failures have one cause."""
     max_generation_failures: PositiveInt = 3
     """A group is dropped after this many attempts to generate it have failed with an unexpected error. Attempts that a
     worker, the network or the coordinator ended do not count. A group whose prompt is too long, or refused by the
@@ -260,8 +257,7 @@ class DpoSection(ExamplesSection):
     sft_average_log_probs: bool = False
     """Divide each completion's negative log-likelihood by its length."""
     precompute: bool = False
-    """Compute the reference's log-probabilities once, for the whole data set, before training; the reference then needs
-    no memory."""
+    """Compute the reference's log-probabilities of all data once before training, and unload the reference."""
 
     @model_validator(mode="after")
     def _check(self) -> DpoSection:
@@ -286,8 +282,7 @@ class KtoSection(ExamplesSection):
     undesirable_weight: PositiveFloat = 1.0
     """Factor of the bad completions' loss."""
     precompute: bool = False
-    """Compute the reference's log-probabilities once, for all examples of the run, before training; the reference then
-    needs no memory."""
+    """Compute the reference's log-probabilities of all examples once before training, and unload the reference."""
 
     @model_validator(mode="after")
     def _check(self) -> KtoSection:

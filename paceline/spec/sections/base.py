@@ -17,8 +17,7 @@ MAX_INT = (1 << 63) - 1
 
 
 class Section(BaseModel):
-    """A part of the spec: frozen, without unknown keys, infinite numbers or integers beyond 64 bits; the docstring under
-    each field is its description."""
+    """A frozen part of the spec, without unknown keys, infinite numbers or integers beyond 64 bits."""
 
     model_config = ConfigDict(
         frozen=True,

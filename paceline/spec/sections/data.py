@@ -1,10 +1,7 @@
 """`data`: the source of prompts and examples, with its presets (`data.preset`), changes before the run
-(`data.preparation`) and questions with several answers (`data.choices`).
-
-Promise: a preset only fills in keys that the spec leaves out, so the resolved spec shows every value; `data.train` may
-name a local copy with the same columns. Columns are those of the hub's cards: https://huggingface.co/datasets/ followed
-by the name in `train`.
-"""
+(`data.preparation`) and questions with several answers (`data.choices`). Promise: a preset only fills in keys that
+the spec leaves out, so the resolved spec shows every value; `data.train` may name a local copy with the same
+columns. Columns are those of the hub's cards: https://huggingface.co/datasets/ followed by the name in `train`."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ class ChoicesSection(Section):
     the right one), and `{choices}` in `data.prompt_template` is the lettered list."""
 
     keys: Annotated[tuple[str, ...], Field(min_length=1)]
-    """One column with the list of answers (or, as in ARC, an object of `text` and `label`), or one column for each
-    answer."""
+    """One column with the list of answers (or, as in ARC, an object of `text` and `label`), or a column per answer."""
     answer_key: str | None = None
     """Column with the right answer: its label, its letter, or its index from 0. Null: the first one is right."""
     shuffle: bool = False
@@ -174,8 +170,7 @@ class DataSection(Section):
     validation_split: str = "test"
     """Split of the data set for evaluation."""
     train_config: str | None = None
-    """Configuration of a data set on the hub that has several (`main` of `openai/gsm8k`), as the second argument of
-    `datasets.load_dataset`."""
+    """Configuration of a hub data set that has several (`main` of `openai/gsm8k`), for `datasets.load_dataset`."""
     validation_config: str | None = None
     """Configuration for evaluation; default `train_config` if `validation` names the same data set."""
     prompt_key: str = "prompt"

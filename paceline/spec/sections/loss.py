@@ -1,8 +1,6 @@
-"""`loss_fn`: the objective of `algorithm: grpo`, with presets named after the paper that proposed them.
-
-Promise: a preset only fills in keys that the spec leaves out, so the resolved spec shows every value and a user's
-setting always wins. Formulas and sources: docs/use/objectives.md.
-"""
+"""`loss_fn`: the objective of `algorithm: grpo`, with presets named after the paper that proposed them. Promise: a
+preset only fills in keys that the spec leaves out, so the resolved spec shows every value and a user's setting
+always wins. Formulas and sources: docs/use/objectives.md."""
 
 from __future__ import annotations
 
@@ -72,8 +70,7 @@ class LossSection(Section):
     preset: PresetName | None = None
     """A paper's settings for the keys of loss_fn and grpo that the spec leaves out."""
     policy_loss: Literal["clip", "unclipped", "cispo", "sapo", "dppo", "vespo"] = "clip"
-    """Function of ratio and advantage: `clip` (PPO, GRPO, and GSPO by ratio_level), `unclipped`, or a paper's
-    function by its name."""
+    """Function of ratio and advantage: `clip` (PPO, GRPO; GSPO by ratio_level), `unclipped`, or a paper's, by name."""
     ratio_anchor: Literal["proximal", "behaviour"] = "proximal"
     """Policy in the denominator of the ratio: the learner at the start of the step (`proximal`), or the sampler
     (`behaviour`). With one update per step the proximal ratio is 1, so no clip acts."""
@@ -112,8 +109,7 @@ class LossSection(Section):
     reference_policy_kl_penalty: NonNegativeFloat = 0.0
     """β: weight of the KL to the reference policy; 0 loads no reference."""
     reference_policy_sync_steps: PositiveInt | None = None
-    """Steps between two mixes of the policy into the reference; unset: the reference stays the policy before training.
-    """
+    """Steps between two mixes of the policy into the reference; unset: the reference stays as before training."""
     reference_policy_sync_mix: Annotated[float, Field(gt=0, le=1)] = 0.6
     """Share of the policy in the synchronised reference: reference = mix · policy + (1 - mix) · reference."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"

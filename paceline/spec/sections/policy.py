@@ -208,8 +208,7 @@ class GenerationSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities everywhere are at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: keep the likeliest tokens up to this total probability; below 1 biases the ratio, see
-    allow_biased_sampling."""
+    """Keep the likeliest tokens up to this total probability; below 1 biases the ratio, see allow_biased_sampling."""
     top_k: NonNegativeInt = 0
     """Keep the k likeliest tokens; 0 keeps all; above 0 biases the ratio, see allow_biased_sampling."""
     stall_s: PositiveFloat = 300.0
@@ -224,10 +223,10 @@ class GenerationSection(Section):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the tokenizer's end of sequence."""
     stop_strings: Annotated[tuple[StopString, ...], Field(max_length=16)] = ()
-    """Strings that end a completion at the token that completes one of them; its text ends with the string."""
+    """Strings that end a completion at the token that completes a string; the completion's text ends with the string.
+    """
     allow_biased_sampling: bool = False
-    """Accept top_p, top_k, min_p, min_new_tokens and repetition_penalty, although the learner's log-probabilities
-    ignore them."""
+    """Accept top_p, top_k, min_p, min_new_tokens, repetition_penalty; the learner's log-probabilities ignore them."""
     max_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Largest number of sequences that one engine decodes at a time; with vLLM the KV cache may hold fewer. auto: 256
     for vllm on GPUs, else 64; chosen when the run is submitted."""
@@ -308,8 +307,7 @@ class PolicySection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     skip_non_finite_updates: bool = False
-    """Skip an optimizer update whose loss or gradient is not finite, with a warning that names its groups; false pauses
-    the run instead."""
+    """Skip an optimizer update whose loss or gradient is not finite, and warn with its groups; false: pause the run."""
     activation_checkpointing: Checkpointing = "none"
     """Activations that the backward pass recomputes to save memory. full (or true): every layer. selective: all but
     matrix products and attention. none (or false): nothing. auto: the first of none, selective, full that fits the
@@ -319,8 +317,7 @@ class PolicySection(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at the same time in the LM head."""
     float32_head: bool = False
-    """Compute and keep the logits in float32, in the learner and in the engine, from the same weights; docs/use/models.md.
-    """
+    """Compute and keep the logits in float32 in learner and engine, from the same weights; docs/use/models.md."""
     compile: bool = False
     """Compile the learner's decoder layers with torch.compile; needs a C++ compiler on CPUs, Triton on GPUs."""
     deterministic: bool = False

@@ -27,8 +27,7 @@ class Rule(NamedTuple):
     value: float
     steps: int = 1
     of_change: bool = False
-    """True if the rule compares the metric's difference to the step before, for metrics that count from the run's
-    start."""
+    """True if the rule compares the change since the step before, for metrics that count from the run's start."""
 
     def __str__(self) -> str:
         steps = f" for {self.steps} steps" if self.steps > 1 else ""
@@ -127,13 +126,11 @@ class WeightsSection(Section):
     """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
-    """After this many deltas a version is stored in full again. It is stored in full earlier if the deltas since the
-    last full version together have more bytes than that version."""
+    """Store a version in full after this many deltas, or once they have more bytes than the last full version."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
-    """A member of a transfer is expelled if for this many seconds it neither receives bytes nor reports that it is
-    loading."""
+    """Expel a member of a transfer that for this many seconds neither receives bytes nor reports that it is loading."""
     allow_plaintext_network: bool = False
     """Allow unencrypted weights between hosts with certificates (`--tls-dir`): for a learner on several hosts, or an
     object store without TLS. Relays always use TLS."""
@@ -149,8 +146,7 @@ class CheckpointingSection(Section):
     keep_top_k: PositiveInt = 2
     """Complete checkpoints to keep: the newest or, with `metric_name`, the best and the newest one."""
     metric_name: Annotated[str, Field(pattern=r"^(train|val):\S+$")] | None = None
-    """Metric of the best checkpoint: `val:reward` (of the evaluation after that step), or `train:` and a step's
-    metric (`train:loss`)."""
+    """Metric of the best checkpoint: `val:reward` (evaluated after the step), or `train:` and a step's metric."""
     higher_is_better: bool = True
     """True if the highest value of the metric is the best."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -206,8 +202,8 @@ class LoggerSection(Section):
     """Smallest share of each rollout worker's groups whose log-probabilities the learner compares with its own; the
     run's events name a worker whose mean deviates. 0: never."""
     profile_period: NonNegativeInt = 0
-    """Period in steps at which rank 0 of the learner runs torch's profiler, for metrics of the time in collectives;
-    slower. 0: never."""
+    """Period in steps of torch's profiler on rank 0 of the learner, to measure time in collectives; slower. 0: never.
+    """
     stall_warning_s: PositiveFloat = 60.0
     """If the learner has waited for this many seconds, a warning names the reason. Another warning follows after twice
     the time, and so on."""
@@ -260,8 +256,7 @@ class ClusterSection(Section):
     reward_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the reward workers, split evenly over them; empty: CPU."""
     gpu_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of a run on GPUs elsewhere; unset: the planning host's.
-    """
+    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of GPUs elsewhere; unset: the planning host's."""
     threads_per_process: PositiveInt = 1
     """Compute threads of each process on a CPU. With a GPU: the share of the host's cores if that is more."""
 

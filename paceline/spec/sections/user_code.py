@@ -32,8 +32,7 @@ class RewardFunctionSection(Section):
     """Factors by step instead of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear between them,
     constant before the first and after the last."""
     gate_min: float | None = None
-    """Makes the function a gate: if the function returns less than this, the rewards of all functions that are not
-    gates count as 0."""
+    """Makes the function a gate: below this value, the rewards of all functions that are not gates count as 0."""
     kwargs: dict[str, Any] = {}
     """Fixed keyword arguments for the function."""
     timeout_s: PositiveFloat = 30.0
@@ -75,10 +74,8 @@ class RewardFunctionSection(Section):
 
 
 class EnvironmentSection(Section):
-    """The environment of each sample, and the limits of its episodes.
-
-    `class` or `tools` (or both), `agent` or `command` names the user's code; the others stay empty.
-    """
+    """The environment of each sample, and the limits of its episodes. `class` or `tools` (or both), `agent` or
+    `command` names the user's code; the others stay empty."""
 
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True, validate_by_alias=True)
 
@@ -103,8 +100,7 @@ class EnvironmentSection(Section):
     max_turns: PositiveInt = 16
     """An episode is truncated after this many turns of the model."""
     timeout_s: PositiveFloat = 600.0
-    """An episode is truncated after the user's code has taken this many seconds over all calls; the model's time does
-    not count."""
+    """Truncate an episode once its calls of the user's code took this many seconds; the model's time does not count."""
     call_timeout_s: PositiveFloat = 60.0
     """A call of the environment that takes more than this many seconds fails the sample's attempt."""
     memory_mb: PositiveInt = 2048
@@ -117,9 +113,9 @@ class EnvironmentSection(Section):
     parallel_calls: PositiveInt = 32
     """Concurrent calls of the user's code in one process."""
     renderer: str = "auto"
-    """How turns become tokens. A family of the package `renderers`: its code. `template`: the chat template, if the
-    rendering of more turns provably extends the rendering of fewer. `auto`: the family, if the model's name is known,
-    else `template`."""
+    """How turns become tokens. A family of the package `renderers`: its code. `template`: the chat template, if
+    rendering more turns provably extends rendering fewer. `auto`: the family of a known model's name, else
+    `template`."""
     tool_parser: Literal["auto", "hermes", "json", "none"] = "auto"
     """Format of tool calls in the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is
     one call), `none`; auto uses the renderer's, else the chat template's."""
@@ -135,15 +131,13 @@ class EnvironmentSection(Section):
     turn_weight: NonNegativeFloat = 1.0
     """Factor of the rewards of turns (`turn_level`)."""
     truncated: Literal["score", "leave_out"] = "score"
-    """Treatment of a truncated sample: scored like any other, or left out of training (but not of the group's
-    baseline)."""
+    """Treatment of a truncated sample: scored, or left out of training (but not of the group's baseline)."""
     processes: NonNegativeInt = 0
     """Processes for user code on each environment worker; 0: one for each core."""
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Return a mapping from names to classes. A single class has the empty name; if there are only tools, the empty
-        name has an empty value."""
+        """Map names to classes. A single class has the empty name; without a class, the empty name maps to nothing."""
         return {"": self.class_} if isinstance(self.class_, str) else self.class_
 
     @property
