@@ -20,12 +20,10 @@ from paceline.spec.keys import keys
 @dataclass
 class Conversion:
     library: str
-    """Table of the other library's names: one of `paceline.spec.foreign.TABLES`."""
     settings: dict[str, Any]
     """Maps the dotted name of each setting of the other library to its value."""
     algorithm: str = "grpo"
     tree: dict[str, Any] = field(default_factory=dict)
-    """The spec's sections, as YAML has them."""
     left_out: list[str] = field(default_factory=list)
     """One line for each setting that was left out: name, value, reason."""
     notes: list[str] = field(default_factory=list)
@@ -36,7 +34,7 @@ class Conversion:
     """Maps the name of each file to write beside the spec to its content."""
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return a setting, or the library's default, and mark it as used."""
+        """Return a setting, or `default` if it is not set, and mark it as used."""
         self.used.add(name)
         value = self.settings.get(name)
         return default if value is None else value
@@ -71,8 +69,8 @@ class Conversion:
                 self._carry_one(name, plain(value))
 
     def skip_disabled(self) -> None:
-        """Use up every setting below a section with `enabled: false`, because it has no effect there. A list of GPUs
-        (`colocated`) and settings that both states read (`async_grpo`) stay."""
+        """Use up every setting below a section with `enabled: false`, which has no effect there, except below a list of
+        GPUs (`colocated`) and for settings that both states read (`async_grpo`)."""
         for name, value in self.settings.items():
             section, _, last = name.rpartition(".")
             if last == "enabled" and value is False and not section.endswith(("colocated", "async_grpo")):
@@ -109,8 +107,7 @@ class Conversion:
         return self.leave_out(name, f"{entry.key} has no such value")
 
     def _entry(self, name: str) -> ForeignName | None:
-        """Return the entry for the name, or for the longest section above it: from this library's table, else from the
-        others'."""
+        """Return the entry for the name or the longest section above it, from this library's table, else another's."""
         names = table(self.library)
         parts = name.split(".")
         sections = [f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1)]
@@ -134,8 +131,7 @@ LINE = 170
 
 
 def one_line_a_section(left_out: list[str]) -> list[str]:
-    """Return the lines of `Conversion.left_out`. The settings of each section of MACHINERY share one line without
-    reasons, and these lines come last."""
+    """Return the lines of `left_out`. At the end, settings of a section of MACHINERY share a line without reasons."""
     lines, sections = [], dict[str, list[str]]()
     for line in left_out:
         name = line.partition(": ")[0].partition(" ")[0]
@@ -151,8 +147,7 @@ def one_line_a_section(left_out: list[str]) -> list[str]:
 
 
 def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted name. A list, and a mapping whose name is in the table or in the
-    spec, count as values; an empty section counts as nothing."""
+    """Return the values of nested sections by dotted name. Lists, and mappings of a known name, are one value each."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"
@@ -197,7 +192,6 @@ def rest_or(new: int, total: Any) -> int | str:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return an item or a list of items as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else [value]

@@ -1,8 +1,7 @@
-"""`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration, and name the settings
-that were left out.
+"""`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration.
 
-The spec is YAML that loads, below comments that list the settings left out. Configurations are read as their libraries write them:
-YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a shell script.
+The spec is YAML that loads, below comments that list the settings left out. Configurations are read as their libraries
+write them: YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a shell script.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ def import_spec(
 
 LIBRARIES = ("trl", "nemo", "verl", "prime-rl")
 MAX_LINE = 200
-"""Largest number of characters in a line of a comment."""
 REQUIRED = {
     "policy.model_name": "policy.model_name=…",
     "data.train": "data.train=…",
@@ -90,8 +88,8 @@ REQUIRED = {
 def import_config(
     library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1, command: str = ""
 ) -> Conversion:
-    """Return the conversion of the file at `path` from `library`, one of LIBRARIES, with Paceline's overrides applied.
-    The resulting spec loads. `command` has the options of a TRL script that parses its command line.
+    """Return the conversion of a file from `library`, one of LIBRARIES, with Paceline's overrides applied; its spec
+    loads. `command` has the options of a TRL script that parses its command line.
 
     Raises SpecError if the file cannot be read, lacks a key that every spec needs, or has contradictory values.
     """
@@ -187,14 +185,13 @@ _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.]*)=(.*)$", re.S)
 
 
 def read_yaml(path: Path, library: str) -> dict[str, Any]:
-    """Return a mapping from the dotted name of each setting in a YAML file to its value. Raises SpecError."""
     settings = flattened(_with_defaults(path, MAX_DEFAULTS), library)
     return {name: _resolved(value, name, settings) for name, value in settings.items()}
 
 
 def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return a mapping from name to value of the `section.key=value` words in a shell script, and a note for each value
-    that only a run of the script would know. Raises SpecError."""
+    """Return the `section.key=value` words of a shell script, and a note for each that only a run knows. Raises
+    SpecError."""
     found: dict[str, Any] = {}
     notes = []
     for command in shell.commands(path.read_text(encoding="utf-8")[:MAX_BYTES]):
@@ -212,8 +209,7 @@ def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_toml(path: Path, library: str) -> dict[str, Any]:
-    """Return a mapping from the dotted name of each setting in a TOML file to its value. A setting of the file
-    overrides the same setting of its `toml_files`. Raises SpecError."""
+    """Return the settings of a TOML file by dotted name. They override those of its `toml_files`. Raises SpecError."""
     return flattened(_with_toml_files(path, MAX_DEFAULTS), library)
 
 
@@ -275,8 +271,8 @@ def _resolved(value: Any, name: str, settings: Mapping[str, Any], levels: int = 
 
 
 def _absolute(reference: str, name: str) -> str:
-    """Return the dotted name that a reference of OmegaConf in setting `name` means. One leading dot stands for the
-    section of the setting, each further dot for the section above."""
+    """Return the dotted name that OmegaConf's reference in setting `name` means: one leading dot for the setting's
+    section, each further dot for the section above."""
     rest = reference.lstrip(".")
     dots = len(reference) - len(rest)
     return ".".join([*name.split(".")[:-dots], rest]) if dots else rest

@@ -17,13 +17,9 @@ from paceline.spec.foreign import EXAMPLES
 
 
 class DataSet(NamedTuple):
-    """A data set that NeMo RL has a short name for."""
-
     hub: str
     prompt: str
-    """Column of the prompt."""
     answer: str
-    """Column of the answer."""
     config: str = ""
     split: str = ""
 
@@ -34,8 +30,7 @@ DATA = {
     "aime2024": DataSet("HuggingFaceH4/aime_2024", "problem", "answer", split="train"),
     "gsm8k": DataSet("openai/gsm8k", "question", "answer", "main"),
 }
-"""Maps the lower-case name of a data set to the data set. Source: nemo_rl/data/datasets/response_datasets of NeMo RL.
-"""
+"""Maps a name of nemo_rl/data/datasets/response_datasets of NeMo RL, in lower case, to the data set."""
 ADVANTAGES = {(True, True): "nemo", (True, False): "trl", (False, True): "rloo", (False, False): "dr_grpo"}
 """Maps NeMo RL's (normalize_rewards, use_leave_one_out_baseline) to `grpo.advantage`."""
 ESTIMATORS = {"gdpo": "gdpo", "gae": "gae"}
@@ -46,8 +41,8 @@ MEGATRON = "policy.megatron_cfg."
 
 
 def convert(settings: dict[str, Any], *, algorithm: str = "", folder: Path = Path()) -> Conversion:
-    """Return the conversion of NeMo RL's settings by dotted name; paths of prompt files are below `folder` or a folder
-    above it. Raises SpecError for a training that Paceline does not have."""
+    """Return the conversion of NeMo RL's settings by dotted name; prompt files are below `folder` or a folder above.
+    Raises SpecError for a training that Paceline does not have."""
     settings = {name: plain(value) for name, value in _as_grpo(settings).items()}
     done = Conversion("nemo_rl", settings, algorithm or _algorithm(settings))
     _refuse(settings)
@@ -103,7 +98,6 @@ def _refuse(settings: dict[str, Any]) -> None:
 
 
 def _optimizer(done: Conversion) -> None:
-    """Take optimizer and schedule from the section that is switched on."""
     if not done.settings.get(f"{MEGATRON}enabled"):
         _schedule(done)
         return
@@ -233,13 +227,11 @@ def _data_sets(done: Conversion, which: str) -> list[dict[str, Any]]:
 
 
 def _section(done: Conversion, prefix: str) -> dict[str, Any]:
-    """Take all settings whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): done.take(name) for name in list(done.settings) if name.startswith(prefix)}
 
 
 def _put_data(done: Conversion, which: str, sets: list[dict[str, Any]]) -> DataSet | None:
-    """Set `data.train` or `data.validation` if the data sets can be read as one, else note why not. Return the known
-    data set."""
+    """Set `data.train` or `data.validation` if the data sets can be read as one, else add a note; return the known one."""
     known = [DATA.get(str(each.get("dataset_name")).lower()) for each in sets]
     pairs = list(zip(sets, known, strict=True))
     paths = [each.get("data_path") or (found.hub if found else None) for each, found in pairs]
@@ -296,7 +288,6 @@ def _with_column(text: str, column: str) -> str:
 
 
 def _rewards(done: Conversion) -> None:
-    """Carry over the environment that the data names."""
     name = done.settings.get("data.train.env_name") or done.settings.get("data.default.env_name")
     places = {each.split(".")[1] for each in done.settings if each.startswith("env.")}
     chosen = str(name) if name in places else next(iter(places), "") if len(places) == 1 else ""
@@ -319,7 +310,6 @@ def _rewards(done: Conversion) -> None:
 
 
 def _overlong(done: Conversion) -> None:
-    """Carry over the penalty of long completions as a function beside the others."""
     section = "grpo.reward_shaping."
     longest, soft = (
         done.settings.get(f"{section}max_response_length"),

@@ -1,5 +1,4 @@
-"""Converts prime-rl: a TOML file for trainer, orchestrator and inference or for one of them, with `toml_files` below
-it.
+"""Converts prime-rl: a TOML file for trainer, orchestrator and inference or one of them, with `toml_files` below it.
 
 prime-rl's batch_size counts completions of a step; ours counts prompts.
 """

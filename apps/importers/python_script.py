@@ -1,12 +1,11 @@
 """Reads the settings of a TRL script from its syntax tree, without running it.
 
-Literals, and names with one literal value in the script, become values; any other expression is kept as its text
-(`Unread`), for the report. A script that parses its command line (TrlParser) gets its settings from a command: the one
-that is given, else the first in its docstring.
+Literals, and names with one literal value in the script, become values; any other expression is reported as its text. A
+script that parses its command line (TrlParser) gets its settings from the command that is given, else from the first in
+its docstring.
 
 The script's reward functions become a file with the definitions, constants and imports that they use. Promise: the file
-imports nothing else, so a reward worker that loads it needs neither the training library nor a guard around
-`trainer.train()`.
+imports nothing else, so a reward worker can load it without the training library.
 """
 
 from __future__ import annotations
@@ -62,12 +61,11 @@ class Script:
     settings: dict[str, Any]
     notes: list[str]
     files: dict[str, str] = field(default_factory=dict)
-    """Maps the name of each file to write beside the spec to its content: the script's reward functions."""
 
 
 def read_command(text: str, about: str) -> Script:
     """Return the settings of the first command of TRL in `text`, such as `trl grpo --model_name_or_path …`. Raises
-    SpecError if there is none; `about` names the text in it."""
+    SpecError without one; `about` names the text in the message."""
     command = _first_command(text)
     if not command:
         raise SpecError(f"{about} has no command such as `trl grpo --model_name_or_path …`")
@@ -130,8 +128,7 @@ def _scalar(text: str) -> Any:
 
 
 def read_script(path: Path, command: str = "") -> Script:
-    """Return the settings of the script at `path`, run with `command`. Raises SpecError if it is not Python or has no
-    configuration of TRL that has a counterpart."""
+    """Return the settings of a script, run with `command`. Raises SpecError without Python or a known configuration."""
     if path.stat().st_size > MAX_BYTES:
         raise SpecError(f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration")
     try:
@@ -210,7 +207,6 @@ class _Reader:
         raise SpecError(f"{self._path} has none of {', '.join(CONFIGS)}; name the script or the recipe that has one")
 
     def _command_line(self, command: str) -> dict[str, Any]:
-        """Return the settings of the command that is given, else of the first one in the docstring."""
         if command:
             settings, notes = _known(_options([word for each in shell.commands(command) for word in each]))
             self._notes += notes
@@ -360,8 +356,8 @@ def _name(node: ast.expr) -> str:
 
 
 def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tuple[str, list[str]]:
-    """Return the file's text for functions at the top of the script, and the names that they use but the script does
-    not define at its top. `text` is the script's source and `tree` its syntax tree."""
+    """Return the text of functions at the top of a script (`text`, parsed: `tree`), and the names that they use but the
+    script does not define at its top."""
     defined = dict(_definitions(tree))
     needed: set[int] = set()
     missing: list[str] = []

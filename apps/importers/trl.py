@@ -31,7 +31,6 @@ FRESH = ("weight_decay", "lr_scheduler_type", "save_steps")
 DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500}
 ONLY_GRPO = ("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "epsilon")
 PROMPT_TOKENS = 1024
-"""Number of tokens for the prompt if the configuration does not limit it."""
 
 
 def convert(settings: dict[str, Any], *, processes: int = 1, algorithm: str = "") -> Conversion:

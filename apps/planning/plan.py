@@ -1,5 +1,4 @@
-"""`paceline plan`: estimate a run's memory on each device, whether the run fits, keys that make it fit, and its speed
-on GPUs."""
+"""`paceline plan`: estimate a run's memory, whether it fits, keys that make it fit, and its speed on GPUs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`paceline report RUN` writes one self-contained HTML file about a run, `paceline plot RUN... [METRIC...]` the curves
-of runs as one page. Both work with or without a coordinator."""
+"""`paceline report RUN`: one self-contained HTML file about a run; `paceline plot RUN... [METRIC...]`: its curves."""
 
 from __future__ import annotations
 
@@ -91,7 +90,6 @@ SHOWN = 6
 """Number of best and of worst completions shown of the last step."""
 
 MAX_TEXT = 20_000
-"""Largest number of characters that are shown of a completion."""
 WARNINGS = 200
 
 
