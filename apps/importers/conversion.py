@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from paceline.spec.foreign import EXAMPLES, ForeignName, key_for, look_up, table
 from paceline.spec.keys import keys
 
@@ -38,6 +40,19 @@ class Conversion:
         self.used.add(name)
         value = self.settings.get(name)
         return default if value is None else value
+
+    def take_below(self, prefix: str) -> dict[str, Any]:
+        """Return the settings whose names begin with `prefix`, by the rest of their names, and mark them as used."""
+        return {name.removeprefix(prefix): self.take(name) for name in self.settings if name.startswith(prefix)}
+
+    def skip(self, *prefixes: str) -> None:
+        """Mark all settings whose names begin with one of `prefixes` as used."""
+        self.used.update(name for name in self.settings if name.startswith(prefixes))
+
+    def move(self, name: str, key: str) -> None:
+        """Set a key of the spec to the value of a setting, if it has one."""
+        if (value := self.take(name)) is not None:
+            self.put(key, value)
 
     def put(self, key: str, value: Any) -> None:
         """Set a dotted key of the spec, in the algorithm's section if the key begins with `grpo` or `loss_fn`."""
@@ -74,7 +89,7 @@ class Conversion:
         for name, value in self.settings.items():
             section, _, last = name.rpartition(".")
             if last == "enabled" and value is False and not section.endswith(("colocated", "async_grpo")):
-                self.used.update(each for each in self.settings if each.startswith(f"{section}."))
+                self.skip(f"{section}.")
 
     def close(self) -> None:
         """Leave out what a spec would refuse: evaluations without data, and letters that a name may not have."""
@@ -151,12 +166,8 @@ def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[st
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"
-        names = table(library)
-        is_value = (
-            name in names
-            or f"trainer.{name}" in names
-            or (name in keys() and keys()[name].type_text.startswith("mapping"))
-        )
+        is_value = not table(library).keys().isdisjoint((name, f"trainer.{name}"))
+        is_value |= name in keys() and keys()[name].type_text.startswith("mapping")
         if isinstance(value, Mapping) and not is_value:
             found |= flattened(value, library, f"{name}.")
         else:
@@ -169,6 +180,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         return float(value)
     return value
+
+
+def scalar(text: str) -> Any:
+    """Return a text as YAML reads it; the text itself if it is not YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _home(value: Any) -> Any:

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from paceline.apps.importers import shell
-from paceline.apps.importers.conversion import plain
+from paceline.apps.importers.conversion import plain, scalar
 from paceline.apps.importers.trl import BUILT_IN
 from paceline.errors import SpecError
 
@@ -115,16 +113,9 @@ def _options(words: list[str]) -> dict[str, Any]:
         if not given and name.startswith("no_"):
             values[name[3:]] = False
         else:
-            read = [_scalar(each) for each in given]
+            read = [plain(scalar(each)) for each in given]
             values[name] = read if len(read) > 1 else read[0] if read else True
     return values
-
-
-def _scalar(text: str) -> Any:
-    try:
-        return plain(yaml.safe_load(text))
-    except yaml.YAMLError:
-        return text
 
 
 def read_script(path: Path, command: str = "") -> Script:
@@ -154,11 +145,10 @@ class _Reader:
 
     def read(self, command: str) -> Script:
         """Return the settings of the first configuration, and of the trainer and adapter beside it."""
-        walked = list(ast.walk(self._tree))
         if any(
             (isinstance(node, ast.Constant) and node.value in IMAGES)
             or (isinstance(node, ast.Name) and node.id in IMAGES)
-            for node in walked
+            for node in ast.walk(self._tree)
         ):
             raise SpecError(
                 f"{self._path} loads images or a model that takes them; samples with images cannot be trained"
@@ -211,10 +201,8 @@ class _Reader:
             settings, notes = _known(_options([word for each in shell.commands(command) for word in each]))
             self._notes += notes
             return settings
-        docstring = ast.get_docstring(self._tree) or ""
-        regions = re.findall(
-            r"^[ \t]*(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|uv run|trl) .*(?:\\\n.*)*", docstring, re.M
-        )
+        pattern = r"^[ \t]*(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|uv run|trl) .*(?:\\\n.*)*"
+        regions = re.findall(pattern, ast.get_docstring(self._tree) or "", re.M)
         first = next(filter(None, map(_first_command, regions)), None)
         if first is None:
             raise SpecError(
@@ -273,14 +261,9 @@ class _Reader:
         return rewards
 
     def _of_adapter(self, call: ast.Call) -> dict[str, Any]:
-        names = {
-            "r": "lora_r",
-            "lora_alpha": "lora_alpha",
-            "lora_dropout": "lora_dropout",
-            "target_modules": "lora_target_modules",
-        }
         found = self._keywords(call)
-        return {"use_peft": True} | {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
+        given = (name for name in ("r", "lora_alpha", "lora_dropout", "target_modules") if name in found)
+        return {"use_peft": True} | {f"lora_{name.removeprefix('lora_')}": found[name] for name in given}
 
     def _of_data(self) -> dict[str, Any]:
         call = next((each for each in self._calls if _name(each.func) == "load_dataset"), None)
@@ -289,10 +272,8 @@ class _Reader:
         words = self._keywords(call)
         name = words.get("data_files", self._value(call.args[0]))
         splits = words.get("split", "train")
-        found = {
-            "dataset_name": name,
-            "dataset_train_split": splits[0] if isinstance(splits, list) and splits else splits,
-        }
+        split = splits[0] if isinstance(splits, list) and splits else splits
+        found = {"dataset_name": name, "dataset_train_split": split}
         if len(call.args) > 1 or "name" in words:
             found["dataset_config"] = words.get("name", self._value(call.args[1]) if len(call.args) > 1 else None)
         maps = [each for each in self._calls if _name(each.func) in ("map", "filter", "rename_column", "select")]
@@ -375,13 +356,13 @@ def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tupl
                     queue += _names_read(tree.body[index])
         elif not hasattr(builtins, name):
             missing.append(name)
-    future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    parts = [ast.unparse(node) for node in future]
+    parts = [
+        ast.unparse(each) for each in tree.body if isinstance(each, ast.ImportFrom) and each.module == "__future__"
+    ]
     for index in sorted(needed):
         node = tree.body[index]
         if isinstance(node, ast.Import | ast.ImportFrom):
-            node = _only(node, seen)
-            parts.append(ast.unparse(node))
+            parts.append(ast.unparse(_only(node, seen)))
         else:
             parts.append(_source(text, node))
     return "\n\n".join(parts) + "\n", sorted(missing)

@@ -28,7 +28,6 @@ _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 KEPT = ("HOME", "PWD")
 """Variables that mean the same to whoever reads the spec."""
 NEWLINE = "\n"
-END = NEWLINE
 """Separator of commands among the words."""
 MAX_VALUE = 1 << 16
 MAX_EXPANDED = 1 << 23
@@ -45,7 +44,7 @@ def commands(text: str) -> list[list[str]]:
     closed, or a value of more than MAX_VALUE characters."""
     found: list[list[str]] = [[]]
     for word in _Scanner(text, {}).words():
-        if word == END:
+        if word == NEWLINE:
             found.append([])
         else:
             found[-1].append(word)
@@ -70,7 +69,7 @@ class _Scanner:
         """Number of `if` and `case` around the present place."""
 
     def words(self) -> Iterator[str]:
-        """Yield words with END after each command. Assignments are carried out, not yielded."""
+        """Yield words with NEWLINE after each command. Assignments are carried out, not yielded."""
         is_first, declares = True, False
         while self._at < len(self._text):
             letter = self._text[self._at]
@@ -78,7 +77,7 @@ class _Scanner:
                 self._at += 2
             elif letter in "\n;|&()":
                 self._at += 1
-                yield END
+                yield NEWLINE
                 is_first = True
             elif letter.isspace():
                 self._at += 1
@@ -104,17 +103,12 @@ class _Scanner:
                 yield from words
 
     def _skip_line(self) -> None:
-        end = self._text.find("\n", self._at)
-        self._at = len(self._text) if end < 0 else end
+        self._at = self._line_end(self._at)
 
     def _skip_heredoc(self, match: re.Match[str]) -> None:
         end = re.compile(rf"^\s*{match[2]}[ \t]*$", re.M).search(self._text, match.end())
-        self._text = (
-            self._text[: match.start()]
-            + " "
-            + self._text[match.end() : self._line_end(match.end())]
-            + (self._text[end.end() :] if end else "")
-        )
+        line = self._text[match.end() : self._line_end(match.end())]
+        self._text = f"{self._text[: match.start()]} {line}{self._text[end.end() :] if end else ''}"
 
     def _line_end(self, start: int) -> int:
         end = self._text.find("\n", start)
