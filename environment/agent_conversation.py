@@ -148,9 +148,9 @@ class AgentTurns:
         self.limit = ""
         """Limit that a request has reached, or empty."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails if the lease is lost or `train_call` fails."""
+        """Future that fails if the lease is lost or `train_call` fails."""
         self.changed = asyncio.Event()
-        """Set when the program begins or stops waiting for an answer."""
+        """Event that is set when the program begins or stops waiting for an answer."""
 
     @property
     def waits(self) -> bool:

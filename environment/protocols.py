@@ -126,7 +126,7 @@ class FinishedGroup(NamedTuple):
     prompt_ids: IntArray
     """[P] prompt tokens of the first transcript; empty if there is none."""
     completions: list[Completion]
-    """R transcripts in the order of their samples; empty if every sample was given up, and then not submitted."""
+    """R transcripts in the order of their samples; empty, and not submitted, if every sample was given up."""
     rows: Rows
     samples: list[pb.SampleText]
     """[C] texts of the samples."""

@@ -84,7 +84,7 @@ def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
 
 
 def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
-    """Map a function's label to the number of completions of scored problems without a number from it, if above 0."""
+    """Return, by function label, the number of scored problems' completions that got no number; zeros are left out."""
     if not scored or spec.evaluation.method != "sample":
         return {}
     counts = np.isnan(np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])).sum(axis=0)

@@ -39,7 +39,7 @@ PARTS = 16
 """Number of files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
 SCORE_BYTES = 32
 MAX_OPEN = 100_000
-"""Only this many of the newest choices can get feedback."""
+"""Number of the newest choices that can get feedback."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 Key = tuple[str, int]

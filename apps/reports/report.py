@@ -87,7 +87,7 @@ def _divided(words: tuple[str, ...], directory: Path, coordinator: str | None) -
 
 
 SHOWN = 6
-"""Number of best and of worst completions shown of the last step."""
+"""Number of the last step's best, and of its worst, completions that are shown."""
 
 MAX_TEXT = 20_000
 WARNINGS = 200

@@ -84,7 +84,7 @@ class SweepStudy:
         return self.study.best_trial if self.study.get_trials(deepcopy=False, states=(complete,)) else None
 
     def _trial(self, trial_id: int) -> Trial:
-        """Return a trial with a value for each key; draws those that are missing because the process was killed before."""
+        """Return a trial with a value for each key; draw the values that a killed process has not drawn."""
         import optuna
 
         trial = optuna.trial.Trial(self.study, trial_id)

@@ -28,7 +28,7 @@ OPERATIONS = ("chat", "generate_content", "text_completion")
 
 
 class Event(NamedTuple):
-    """An event of a span, or its log record."""
+    """An event of a span, or a log record that belongs to a span."""
 
     name: str
     span_id: str

@@ -239,7 +239,7 @@ class Lanes:
         self._pid = os.getpid()
 
     async def run(self, lane: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `function`: awaited, or run on a lane's thread, or for lane None on a new thread."""
+        """Await `function`, or run it on the lane's thread (lane None: on a new thread), and return its result."""
         if inspect.iscoroutinefunction(function):
             result = await function(*args, **kwargs)
         else:

@@ -1,7 +1,8 @@
 """The built-in reward functions by their names in a spec.
 
 All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`. A spec's
-`kwargs` are their keyword-only parameters, or settings that SETTINGS parses. Importing it loads no mpmath or numpy.
+`kwargs` are their keyword-only parameters, or settings that SETTINGS parses. Importing this module
+loads no mpmath or numpy.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ MAX_CLAUSES = 10
 
 
 class Statement(NamedTuple):
-    r"""A stated answer in a text. is_marked: by `\boxed`, `####` or a tag, which take precedence over prose."""
+    r"""A stated answer in a text. Marks (`\boxed`, `####`, a tag) set `is_marked` and take precedence over prose."""
 
     at: int
     is_marked: bool
@@ -145,8 +145,7 @@ def _said(text: str) -> str | None:
 
 
 def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callable[[str], bool]) -> str:
-    """Return the last marked answer that passes `marked`, else the last prose answer that passes `prose`, else the
-    last."""
+    """Return the last marked answer that passes `marked`, else the last in prose that passes `prose`, else the last."""
     last = ""
     for is_marked, holds in ((True, marked), (False, prose)):
         for each in reversed([each for each in found if each.is_marked == is_marked]):

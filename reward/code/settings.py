@@ -38,7 +38,7 @@ class CodeSettings(Section):
     score: Literal["all", "share"] = "all"
     """Reward. `all`: 1 if all tests pass, else 0; `share`: the share of tests that pass."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (PYTHON, "main.py")
-    """Command of a program with pairs of input and output, beside the program; `python` is the worker's interpreter."""
+    """Command that runs a program with pairs of input and output, in its folder; `python` is the worker's interpreter."""
     file: FileName = "main.py"
     """Name of the program's file for `command`."""
     extract: Literal["auto", "block", "none"] = "auto"

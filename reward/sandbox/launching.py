@@ -73,7 +73,7 @@ class PopenChild:
         helpers: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """helpers: number of processes of the sandbox itself. Raises OSError."""
+        """`helpers` is the number of processes of the sandbox itself. Raises OSError."""
         self.helpers = helpers
         self._process = subprocess.Popen(
             list(argv),
@@ -175,5 +175,5 @@ def is_runnable(pid: int) -> bool:
 
 
 def _status_fields(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` behind the name, which may contain anything: state, parent, …"""
+    """Return the fields of `/proc/PID/stat` after the name (which may contain anything): state, parent and more."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -23,7 +23,7 @@ MAX_INPUT_BYTES = 16 << 20
 
 
 class SandboxFailed(Unavailable, ConnectionError):
-    """The sandbox failed, not the program; it is never a score. A reward worker returns the task for a later attempt."""
+    """The sandbox failed, not the program, which gets no score. A reward worker returns the task for later."""
 
 
 @dataclass(frozen=True)

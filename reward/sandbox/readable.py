@@ -61,7 +61,7 @@ def command(argv: Sequence[str]) -> list[str]:
 
 @functools.cache
 def launcher() -> Path:
-    """Return the launcher's file: compiled if Python could store that, else its source, which each start would compile."""
+    """Return the launcher's compiled file; if Python could not store one, the source, which each start compiles."""
     from paceline.reward.sandbox import launcher as module
 
     compiled = Path(importlib.util.cache_from_source(module.__file__))
