@@ -18,15 +18,7 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 from paceline.calls.token import metadata, read_token
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.tls.channels import RenewedChannel, open_aio_channel
-from paceline.v1 import (
-    access_pb2,
-    bundle_pb2,
-    records_pb2,
-    registry_pb2,
-    run_pb2,
-    status_pb2,
-    worker_pb2,
-)
+from paceline.v1 import access_pb2, bundle_pb2, records_pb2, registry_pb2, run_pb2, status_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from paceline.services.local.ledger_calls import LedgerCalls

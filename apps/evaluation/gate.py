@@ -20,15 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.apps.evaluation.statistics import (
-    Estimate,
-    Floats,
-    below,
-    differences,
-    drawn,
-    estimate,
-    interval,
-)
+from paceline.apps.evaluation.statistics import Estimate, Floats, below, differences, drawn, estimate, interval
 from paceline.errors import InvalidInput
 
 MIN_PROBLEMS = 20

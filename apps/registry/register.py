@@ -18,13 +18,7 @@ from paceline.files.storage import Folder
 from paceline.models.export_origin import Origin, check_origin, origin_of
 from paceline.models.registered import check_name
 from paceline.services.cli import render
-from paceline.services.cli.recorded.source import (
-    Source,
-    changing_models_of,
-    models_of,
-    records_of_run,
-    source_options,
-)
+from paceline.services.cli.recorded.source import Source, changing_models_of, models_of, records_of_run, source_options
 from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option
 from paceline.spec.reading import spec_of_run, spec_to_yaml

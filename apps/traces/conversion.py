@@ -17,16 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.traces.spans import (
-    Json,
-    Score,
-    Unusable,
-    events_of,
-    is_telemetry,
-    rows_of_span,
-    score_of,
-    spans_of,
-)
+from paceline.apps.traces.spans import Json, Score, Unusable, events_of, is_telemetry, rows_of_span, score_of, spans_of
 from paceline.data.json_rows import parse_line
 from paceline.errors import DataError, Unreadable
 from paceline.host.regular_file import open_regular

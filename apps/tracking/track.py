@@ -29,13 +29,7 @@ from paceline.errors import InvalidInput, NotFound, PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
-from paceline.services.cli.recorded.source import (
-    Source,
-    ledger_source,
-    records_of,
-    records_of_run,
-    source_options,
-)
+from paceline.services.cli.recorded.source import Source, ledger_source, records_of, records_of_run, source_options
 from paceline.spec.reading import spec_of_run
 from paceline.spec.sections.system import TrackerSection
 

@@ -13,15 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from paceline.reward.builtin.expressions import Node, number_of, symbols
-from paceline.reward.builtin.values import (
-    UNCOMPUTABLE,
-    context,
-    count_of,
-    has_decimals,
-    point_of,
-    real,
-    values_of,
-)
+from paceline.reward.builtin.values import UNCOMPUTABLE, context, count_of, has_decimals, point_of, real, values_of
 
 MAX_ITEMS = 64
 MAX_SIGNS = 3

@@ -15,16 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.tracking.tracker import (
-    TITLES,
-    AlertKind,
-    Row,
-    Step,
-    TrackedRun,
-    Tracker,
-    as_table,
-    library,
-)
+from paceline.apps.tracking.tracker import TITLES, AlertKind, Row, Step, TrackedRun, Tracker, as_table, library
 from paceline.spec.sections.system import TrackerSection
 
 INIT_TIMEOUT_S = 60.0
