@@ -1,8 +1,8 @@
 """Records the requests of an agent's program as turns of one conversation.
 
-Tasks: a task of the conversation answers each request, so that a client that lost its connection gets the answer when
-it retries. At most the newest turn is not recorded yet, because only the end of the program tells whether it is the
-last one. It is recorded before the next turn is sampled.
+Tasks: a task of the conversation answers each request, so a client that lost its connection gets the answer when it
+retries. Only the newest turn may be unrecorded, because only the end of the program tells whether that turn is the last
+one. It is recorded before the next turn is sampled.
 
 Promises: a marked retry of the same body gets the same answer. An answer that the program did not get is not trained. A
 request whose tokens extend no transcript exactly, or more than one, begins a new transcript.
@@ -46,8 +46,6 @@ BEGINNING = "0"
 
 @dataclass
 class AnsweredRequest:
-    """An agent's request with its answer."""
-
     conversation: Conversation
     """The request's conversation in the form that templates take. It has no messages if the request has token ids."""
     prompt_ids: IntArray
@@ -62,8 +60,6 @@ class AnsweredRequest:
 
 
 class History:
-    """Holds the answered requests of a conversation."""
-
     def __init__(self) -> None:
         self._by_end: dict[str, list[AnsweredRequest]] = {}
         """Answered requests by the digest of their messages with the answer."""
@@ -78,8 +74,8 @@ class History:
     def parent(
         self, sent: Sequence[Mapping[str, Any]], conversation: Conversation
     ) -> tuple[AnsweredRequest, int] | None:
-        """Return the request that this one continues, and the number of messages up to its answer. Return None if no
-        request matches, or if several with different tokens match."""
+        """Return the request that this one continues, and the number of messages up to its answer. Return None without
+        a match, or if several with different tokens match."""
         chains = _chains(sent, conversation)
         for count in range(len(sent) - 1, 0, -1):
             matches = self._by_end.get(chains[count])
@@ -111,7 +107,7 @@ def _same_tokens(first: AnsweredRequest, other: AnsweredRequest) -> bool:
 
 
 def _chains(sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> list[str]:
-    """Return the digests of all prefixes of the messages. The entry with index n is the digest of the first n messages."""
+    """Return the digests of all prefixes of the messages: entry n is the digest of the first n messages."""
     chain = digest([BEGINNING, list(conversation.tools), dict(conversation.template_kwargs)])
     chains = [chain]
     for message in sent:
@@ -129,12 +125,9 @@ def _link(chain: str, message: Mapping[str, Any]) -> str:
 
 
 Trains = Callable[[Sequence[Any], Sequence[Any]], Awaitable[bool]]
-"""The user's `train_call`."""
 
 
 class AgentTurns:
-    """Holds the agent's conversation of one life of a sample."""
-
     def __init__(self, context: GroupContext, life: Life, watch: Stopwatch, trains: Trains):
         self._context, self._setting, self._life = context, context.setting, life
         self._rendering: Rendering = context.setting.renderings.chat
@@ -332,9 +325,8 @@ class AgentTurns:
         return self._life.transcripts.continuation(taken.prompt_ids)
 
     async def _closing_turn(self, last: TakenTurn) -> TakenTurn:
-        """Return a turn of one token that no program requested. It is needed if the newest turn is recorded already,
-        because the last turn of a sample carries the sample's texts. The returned turn is left out of the
-        transcripts."""
+        """Return a turn of one token that no program requested and no transcript has. It is needed if the newest turn
+        is recorded already, because the last turn of a sample carries the sample's texts."""
         params = self._context.params(1, 1)
         seed = self._life.seed(self._context.lease.seed, next(self._arrivals))
         turn = await self._context.source.sample(

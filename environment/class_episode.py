@@ -29,8 +29,6 @@ NAME_COLUMN = "environment"
 
 
 class ClassEpisode:
-    """One life of a sample whose environment is a class."""
-
     def __init__(self, context: GroupContext, life: Life, deaths: SampleDeaths):
         self._context, self._setting, self._life, self._deaths = context, context.setting, life, deaths
         self._watch = Stopwatch(self._setting.environment.timeout_s)
@@ -126,7 +124,6 @@ class ClassEpisode:
         return last
 
     def _limit_of(self, number: int, acted: Acted, turn: SampledTurn) -> str:
-        """Return the limit that ends the episode with this turn; empty if there is none."""
         environment = self._setting.environment
         if acted.done:
             steps = self._instance is not None and self._instance.facts.steps
@@ -249,8 +246,6 @@ class ClassEpisode:
 
 
 class Acted(NamedTuple):
-    """The environment's answer to a turn."""
-
     messages: Sequence[Json]
     done: bool
     reward: float | None = None
@@ -259,7 +254,6 @@ class Acted(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return the digest by which a replay is compared with the record."""
         return digest([list(self.messages), self.done, self.reward])
 
 

@@ -55,7 +55,7 @@ async def run_episodes(
     code: UserCode,
     conversations: ConversationHost | None = None,
 ) -> FinishedGroup:
-    """Return the finished group of a lease. `setting` and `code` are the run's, and `code` must be started. Agents need
+    """Return the finished group of a lease. `setting` and the started `code` are the run's; agents need
     `conversations`.
 
     Raises InvalidInput for a row of the data set that cannot be used (PromptTooLong), LeaseLost.
@@ -95,12 +95,10 @@ async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
 log = logging.getLogger(__name__)
 
 FAILED, RESTARTED = "environment_failed", "restarted"
-"""Reasons for the end of a life."""
 EARLIER = "given up by an earlier holder of the lease"
 
 
 async def _finish_sample(context: GroupContext, sample: int) -> FinishedSample:
-    """Return the finished or abandoned sample. Raises InvalidInput (PromptTooLong), LeaseLost."""
     recorded = context.lease.recorded.get(sample, RecordedSample())
     counts, environment = context.setting.counts, context.setting.environment
     life = Life(sample, context.turn_log, recorded)
@@ -149,8 +147,6 @@ DONE, TRUNCATED = "done", "truncated"
 
 
 class AgentEpisode:
-    """One life of a sample whose environment is a program."""
-
     def __init__(self, context: GroupContext, life: Life, deaths: SampleDeaths):
         self._context, self._life, self._deaths = context, life, deaths
         self._section = context.setting.environment
@@ -206,7 +202,6 @@ class AgentEpisode:
         return await run_command(self._section.command, row, *address, self._section.memory_mb, folder)
 
     async def _until_time_is_up(self, turns: AgentTurns) -> None:
-        """Wait until the program has used up its seconds; waiting for an answer does not count."""
         while turns.waits or self._watch.left_s > 0:
             turns.changed.clear()
             left_s = None if turns.waits else self._watch.left_s

@@ -44,17 +44,12 @@ class EpisodeCounts:
 
 
 class FinishedSample(NamedTuple):
-    """A finished or abandoned sample."""
-
     turns: list[tuple[TurnArrays, pb.TurnNote]]
     left_out: frozenset[int]
-    """Indices of turns that are in no transcript."""
     text: pb.SampleText
 
 
 class Life:
-    """One life of a sample."""
-
     def __init__(self, sample: int, turn_log: TurnLog, recorded: RecordedSample):
         self.sample, self.number = sample, recorded.life
         self.turns = list(recorded.turns)
@@ -76,7 +71,6 @@ class Life:
         self.turns.append((arrays, note))
 
     def finished(self) -> FinishedSample:
-        """Return the sample. Its last turn must be recorded."""
         _, note = self.turns[-1]
         return FinishedSample(self.turns, frozenset(note.left_out), note.sample)
 
@@ -87,12 +81,10 @@ def json_text(value: Any) -> str:
 
 
 def digest(value: Any) -> str:
-    """Return XXH3-128 over a value as JSON."""
     return xxhash.xxh3_128(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def clean(text: str) -> str:
-    """Return the text with all that UTF-8 cannot encode replaced."""
     return text.encode(errors="replace").decode()
 
 

@@ -74,7 +74,7 @@ class TokenSource(Protocol):
     """Samples turns on rollout workers."""
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        """Return the sampled turn. Raises InvalidInput (PromptTooLong) for a prompt that no rollout worker accepts,
+        """Return the sampled turn. Raises InvalidInput (PromptTooLong) if no rollout worker accepts the prompt,
         LeaseLost."""
 
 
@@ -126,8 +126,7 @@ class FinishedGroup(NamedTuple):
     prompt_ids: IntArray
     """[P] prompt tokens of the first transcript; empty if there is none."""
     completions: list[Completion]
-    """R transcripts in the order of their samples. Empty if every sample was given up: such a group is not submitted.
-    """
+    """R transcripts in the order of their samples; empty, and not submitted, if every sample was given up."""
     rows: Rows
     samples: list[pb.SampleText]
     """[C] texts of the samples."""
@@ -145,8 +144,8 @@ class AgentRequest(NamedTuple):
     prompt_ids: IntArray | None
     """[P] token ids instead of messages."""
     max_new_tokens: int | None
-    """The request's limit on new tokens; None for the run's. The other sampling parameters are always the run's,
-    because the learner's log-probabilities assume them."""
+    """The request's limit on new tokens; None for the run's. Other sampling parameters are always the run's, because
+    the learner's log-probabilities assume them."""
     body_digest: str
     """XXH3-128 digest of the request's body."""
     retry_count: int
@@ -199,8 +198,8 @@ class EnvironmentFailed(EpisodeFault):
 
 
 class EnvironmentLost(EpisodeFault):
-    """The instance was lost for a reason outside of the instance, for example because its process died in another
-    episode's call. The episode is replayed, restored or restarted, and does not count as a failure."""
+    """The instance was lost for a reason outside of it, such as the death of its process in another episode's call. The
+    episode is replayed, restored or restarted, and does not count as a failure."""
 
 
 class ServiceAway(EnvironmentLost):
@@ -208,8 +207,8 @@ class ServiceAway(EnvironmentLost):
 
 
 class CannotGoOn(EnvironmentLost):
-    """This life of an episode already has turns, and it can be neither replayed nor restored. The episode begins again
-    from the start; this does not count as a failure."""
+    """This life already has turns, and can be neither replayed nor restored. The episode begins again; this does not
+    count as a failure."""
 
 
 class TimeIsUp(EpisodeFault):

@@ -34,10 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Renderings:
-    """The renderings of a run."""
-
     chat: Rendering
-    """Rendering of chat messages."""
     text: TextRendering
     """Rendering of text prompts that do not become messages."""
     wraps_texts: bool
@@ -118,8 +115,6 @@ class EpisodeSetting:
 
 @dataclass(frozen=True)
 class GroupContext:
-    """Holds what the episodes of one leased group share."""
-
     setting: EpisodeSetting
     lease: EpisodeLease
     source: TokenSource

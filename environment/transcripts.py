@@ -30,8 +30,6 @@ class Continuation(NamedTuple):
 
 
 class TranscriptTokens:
-    """Holds the tokens of a sample's transcripts."""
-
     def __init__(self) -> None:
         self._transcripts: list[IntArray] = []
         self._closed: set[int] = set()
@@ -41,8 +39,7 @@ class TranscriptTokens:
         return len(self._transcripts)
 
     def continuation(self, prompt_ids: IntArray) -> Continuation:
-        """Return how a turn with this prompt continues: the longest transcript that the prompt extends. If two
-        transcripts of that length match, the turn begins a new transcript."""
+        """Continue the longest transcript that the prompt extends, or a new one if none or two of that length match."""
         best: list[int] = []
         for index, tokens in enumerate(self._transcripts):
             if index in self._closed or len(tokens) > len(prompt_ids):
@@ -63,7 +60,6 @@ class TranscriptTokens:
             self._transcripts[arrays.row] = np.concatenate([self._transcripts[arrays.row], *parts])
 
     def prompt_of(self, arrays: TurnArrays) -> IntArray:
-        """Return the [P] tokens that the model reads for the next turn."""
         if arrays.row == len(self._transcripts):
             return arrays.context_ids
         return np.concatenate([self._transcripts[arrays.row], arrays.context_ids])
@@ -84,8 +80,6 @@ def turn_arrays(continuation: Continuation, turn: SampledTurn) -> TurnArrays:
 
 
 class SampleTranscripts(NamedTuple):
-    """The transcripts of a finished sample."""
-
     transcripts: list[Completion]
     turns: list[Turn]
     """Turns in the order of transcripts and tokens. Transcripts are numbered from 0."""
@@ -98,7 +92,7 @@ def build_transcripts(
     *,
     truncated: bool = False,
 ) -> SampleTranscripts:
-    """Return the transcripts of the turns that are not left out. `text_of` decodes the tokens of a transcript. The
+    """Return the transcripts of the turns that are not left out; `text_of` decodes a transcript's tokens. The
     transcripts of a truncated episode have the finish reason `length`, so that the learner knows of the truncation.
 
     A turn that is left out comes after the last one of its transcript that trains, or no turn of its transcript trains.
@@ -151,7 +145,7 @@ def _join_turns(turns: Sequence[TurnArrays], finish_reason: str, text_of: TextOf
 def join_transcripts(
     samples: Iterable[SampleTranscripts],
 ) -> tuple[list[Completion], tuple[int, ...], tuple[Turn, ...]]:
-    """Return the transcripts of all samples of a group, the sample of each, and the turns with the group's indices."""
+    """Return the transcripts of all samples, the sample of each, and the turns with the group's indices."""
     transcripts: list[Completion] = []
     owners: list[int] = []
     turns: list[Turn] = []

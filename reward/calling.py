@@ -47,8 +47,7 @@ def _settings() -> Mapping[str, Callable[[object], Any]]:
 
 
 def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool) -> None:
-    """Check that the function takes `kwargs`. With `takes_columns_only` its `**` is only for columns, as in a built-in
-    function, so that a misspelt setting is refused."""
+    """Raise InvalidInput unless the function takes `kwargs`. With `takes_columns_only`, its `**` is for columns."""
     from paceline.reward.builtin import check_names, keyword_only
 
     try:
@@ -70,7 +69,7 @@ TRAINER_ARGUMENTS = frozenset(CallView().arguments())
 WRONG_CALL = re.compile(
     r"\(\) (?:missing \d+ required|got an unexpected keyword|takes (?:.* positional|no (?:keyword )?arguments))"
 )
-"""Texts of a TypeError for arguments that a function does not take. They matter if a decorator hides its signature."""
+"""Texts of a TypeError for arguments that a function does not take, if a decorator hides the function's signature."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -165,8 +164,8 @@ def _is_builtin(function: RewardFunction) -> bool:
 
 
 def fails_always(error: BaseException, completions: list[Any]) -> bool:
-    """Return whether every call with the same group would raise this exception: an undefined name, arguments that the
-    function does not take, a missing column, or completions of the other form (texts or messages)."""
+    """Return whether every call with the same group would raise `error`: an undefined name, wrong arguments, a missing
+    column, or completions of the other form (texts or messages)."""
     if isinstance(error, NameError | NotImplementedError | SyntaxError | MissingColumn | WrongArguments):
         return True
     is_binding = isinstance(error, TypeError) and WRONG_CALL.search(str(error)) is not None

@@ -4,8 +4,7 @@ Promise: the numbers are log softmax(logits / temperature) at the sampled tokens
 rounding. Only the logits of `logprob_chunk_tokens` tokens exist at a time. `ReferenceScorer` computes one group after
 another on a separate thread, so that the service's event loop continues; a call of `score` waits for the groups before.
 
-Suffixes: P prompt tokens, T completion tokens of one completion, R tokens of a padded row, B rows, H hidden size, V
-vocabulary.
+Suffixes: P prompt tokens, T tokens of a completion, R tokens of a padded row, B rows, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class ReferenceModel:
     """A frozen, complete causal language model on the first GPU that this process sees, else on the CPU."""
 
     def __init__(self, policy: PolicySection, temperature: float) -> None:
-        """Load policy.model_name in policy.precision. Raises InvalidInput if there is no such model, or if its head
-        cannot give log-probabilities in chunks."""
+        """Load policy.model_name in policy.precision. Raises InvalidInput without such a model, or if its head cannot
+        give log-probabilities in chunks."""
         import torch
 
         self._temperature = temperature
@@ -115,7 +114,6 @@ class ReferenceScorer:
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        """The model is loaded on entry, if the reward pool serves the run's reference."""
         self._spec = spec
         self._thread = ThreadPoolExecutor(1, "reference")
         self._model: ReferenceModel | None = None
@@ -134,8 +132,8 @@ class ReferenceScorer:
         self._model = None
 
     async def score(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
-        """Return the result of `ReferenceModel.logprobs`, computed after the results of earlier calls. Raises the
-        errors of that method, and InvalidInput if the reward pool does not serve the run's reference."""
+        """Return the result of `ReferenceModel.logprobs`, after those of earlier calls. Raises the errors of that
+        method, and InvalidInput if the reward pool does not serve the run's reference."""
         if self._model is None:
             raise InvalidInput("a task needs the reference, but this run has none in the reward pool")
         loop = asyncio.get_running_loop()

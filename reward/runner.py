@@ -48,7 +48,6 @@ class RewardRunner:
     """
 
     def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int = 1) -> None:
-        """`num_processes` groups are scored at a time. Raises InvalidInput without functions or processes."""
         if not functions:
             raise InvalidInput("there are no reward functions to run; name at least one under rewards")
         if num_processes < 1:
@@ -214,7 +213,7 @@ class RewardProcess(UserProcess):
     """One child process with all functions of a run loaded, for one caller at a time."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int) -> None:
-        """`start` starts the process. The runner's `num_processes` share the limits of services."""
+        """`num_processes` processes of the runner share the limits of services."""
         functions_to_load = [
             {
                 "function": f.function,
@@ -232,8 +231,7 @@ class RewardProcess(UserProcess):
 
 
 def runs_sandboxed_only(functions: Sequence[RewardFunctionSection]) -> bool:
-    """Return whether all functions are built-in, at least one runs programs in a sandbox, and no sandbox lets programs
-    read further files."""
+    """Return whether all functions are built-in, some run programs in a sandbox, and no sandbox may read further files."""
     has_programs = any(f.function == "code_tests" for f in functions)
     is_open = any(f.kwargs.get("sandbox") == "none" or f.kwargs.get("readable") for f in functions)
     return has_programs and not is_open and not any(":" in f.function for f in functions)

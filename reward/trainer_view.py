@@ -30,8 +30,7 @@ NO_STATE: Mapping[str, float] = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
 
 
 class CallView:
-    """The training state for one call of a reward function, and what the call logs. Built-in functions get the whole
-    view, with the limits of the call and the sums of its requests to services."""
+    """One call of a reward function: the training state, and what the call logs. Built-in functions get the whole view."""
 
     def __init__(
         self,
@@ -94,7 +93,6 @@ def checked_extra(value: Any, num_completions: int) -> dict[str, list[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as number, truth value, None or short text; a number that is not finite becomes text."""
     item = getattr(value, "item", None)  # unpacks scalars of NumPy and torch without importing either
     if item is not None and getattr(value, "size", None) in (1, None):
         value = item()
@@ -108,7 +106,7 @@ def _plain(value: Any) -> Any:
 
 
 def checked_metrics(value: Any) -> dict[str, tuple[float, int]]:
-    """Return the valid metrics of a reply. The reply is checked because it comes from a process that runs user code."""
+    """Return the valid metrics of a reply; checked, because its process runs user code."""
     metrics: dict[str, tuple[float, int]] = {}
     for name, pair in list(value.items())[:MAX_METRICS] if isinstance(value, dict) else ():
         is_pair = isinstance(pair, list) and len(pair) == 2

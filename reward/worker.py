@@ -1,8 +1,7 @@
 """The process of reward functions: loads them once, then answers one call after another.
 
-`paceline.reward.runner` starts it with one end of a socket pair, and documents the messages. The promises of
-`paceline.user_code.child` hold. The runner enforces time limits by killing the process. This module never imports torch
-or transformers.
+`paceline.reward.runner` starts it, documents the messages and enforces time limits by killing it. The promises of
+`paceline.user_code.child` hold. This module never imports torch or transformers.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from paceline.user_code.loading import describe_error
 
 @dataclass
 class LoadedFunction:
-    """A function with its arguments and its memory limit."""
-
     function: RewardFunction
     path: Path | None
     kwargs: dict[str, Any]
@@ -81,7 +78,7 @@ def _load(item: dict[str, Any]) -> LoadedFunction:
 
 
 def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, num_processes: int) -> dict[str, Any]:
-    """Return the reply to a call. It has the sums of the call's requests to services, even if the call failed."""
+    """Return the reply to a call, with the sums of the call's requests to services even if the call failed."""
     view = CallView(group.get("trainer_state"), loaded.label, loaded.timeout_s, num_processes)
     return {**_outcome(loaded, group, loop, view), "usage": view.usage}
 

@@ -1,12 +1,10 @@
-"""Serves the dashboard over HTTP: the page's files, the REST interface, and headers that keep hostile text from
-running.
+"""Serves the dashboard over HTTP: the page, the REST interface, and headers that keep hostile text from running.
 
 The content security policy allows scripts, styles and connections from this server only, and nothing inline: text that
 a bug turned into markup would still not run. Everyone may read the page's files; the records need a key.
 
-A thread of the dashboard's process loads tokenizers, for views that colour a completion by token, at their first use
-and only from folders on this machine. The page therefore works without the internet; without the tokenizer it shows
-numbers.
+A thread loads tokenizers at their first use, only from folders on this machine, so the page works without the internet;
+without a tokenizer it shows token ids as numbers.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class Dashboard:
         return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Accept no more requests, and wait at most two seconds for the requests in progress."""
+        """Accept no more requests, and wait at most two seconds for those in progress."""
         await self._listener.close()
         self._pieces.close()
 
@@ -113,8 +111,6 @@ LARGEST_ID = (1 << 31) - 1
 
 
 class Pieces:
-    """Tokenizers of a backend's runs."""
-
     def __init__(self, backend: Backend):
         self._backend = backend
         self._thread = ThreadPoolExecutor(1, "tokenizers")

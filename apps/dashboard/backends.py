@@ -18,15 +18,7 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 from paceline.calls.token import metadata, read_token
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.tls.channels import RenewedChannel, open_aio_channel
-from paceline.v1 import (
-    access_pb2,
-    bundle_pb2,
-    records_pb2,
-    registry_pb2,
-    run_pb2,
-    status_pb2,
-    worker_pb2,
-)
+from paceline.v1 import access_pb2, bundle_pb2, records_pb2, registry_pb2, run_pb2, status_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from paceline.services.local.ledger_calls import LedgerCalls
@@ -45,8 +37,8 @@ LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Su
 
 
 class CoordinatorBackend:
-    """A coordinator, which may restart meanwhile. Methods raise PacelineError or grpc.aio.AioRpcError; calls without a caller's
-    `token` use the dashboard's token."""
+    """A coordinator, which may restart meanwhile. Methods raise PacelineError or grpc.aio.AioRpcError; without a
+    caller's `token`, calls use the dashboard's."""
 
     def __init__(self, address: str, token_file: Path):
         self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
@@ -70,7 +62,6 @@ class CoordinatorBackend:
 
 
 Backend: TypeAlias = "CoordinatorBackend | LedgerCalls"
-"""A coordinator or a ledger that answers the dashboard's calls."""
 
 
 def _to_bytes(message: Any) -> bytes:
@@ -88,7 +79,6 @@ class Method:
     request: type[Any]
     response: type[Any]
     streams: bool
-    """True if the response is a stream."""
     only_reads: bool
 
 
@@ -205,14 +195,13 @@ def _value(field: FieldDescriptor, schemas: dict[str, Any], comments: dict[str, 
 
 
 def _comments() -> dict[str, str]:
-    """Return a mapping from `Message`, `Service.Method` and `Message.field` to the comment before this message, rpc or
-    field."""
+    """Map `Message`, `Service.Method` and `Message.field` to the comment before this message, rpc or field."""
     names = [Path(module.DESCRIPTOR.name).name for module in (*MODULES, common_pb2)]
     return {key: text for name in names for key, text in comments_of(PROTOS / name).items()}
 
 
 def comments_of(path: Path) -> dict[str, str]:
-    """Return a mapping from `Owner` and `Owner.member` to the comment before this message, rpc, field or value."""
+    """Map `Owner` and `Owner.member` to the comment before this message, rpc, field or value."""
     found: dict[str, str] = {}
     owners, lines = list[str](), list[str]()
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,8 +1,7 @@
 """The REST interface: every call of the coordinator as JSON over HTTP, streams as server-sent events.
 
 Promise: each request gets the call's response or Connect's error (code and message), and no request ends the service.
-The caller's role decides which calls it may make; a named token goes on to the coordinator, which applies its own
-access table.
+The caller's role decides which calls it may make; the coordinator applies its own access table to a named token.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ STATUS = {
     "unavailable": 503,
     "unauthenticated": 401,
 }
-"""Maps an error code to its HTTP status, as in Connect. Any other code gets status 500."""
+"""Maps an error code to its HTTP status, as in Connect; other codes get 500."""
 
 CODES = (
     (InvalidInput, "invalid_argument"),
@@ -83,8 +82,8 @@ class Gateway:
         self._streams = 0
 
     async def role(self, request: web.Request) -> Role:
-        """Return the role of a request. For a token that the coordinator has made, the coordinator names the role.
-        Raises Refused without a valid key, grpc.aio.AioRpcError."""
+        """Return the role of a request; the coordinator names it for a token that it has made. Raises Refused without a
+        valid key, grpc.aio.AioRpcError."""
         role = self._access.role(request.headers.get("Authorization", ""))
         if role is Role.NOBODY and (token := _named_token(request)):
             query = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest_of(token)))

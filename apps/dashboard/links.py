@@ -1,7 +1,6 @@
-"""`python -m paceline.apps.dashboard.links HOST:PORT`: print the links to a dashboard that does not print them itself.
+"""`python -m paceline.apps.dashboard.links HOST:PORT`: print the links to a dashboard in a container.
 
-For a dashboard in a container, whose log should hold no keys: anyone who may run commands beside the token can print
-them.
+The container's log should hold no keys; anyone who may run commands beside the token can print the links.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from paceline.tls.folder import tls_folder
 @click.argument("address")
 @token_file_option
 def main(address: str) -> None:
-    """Print the links to the page that a browser reaches at ADDRESS (HOST:PORT)."""
     path: Path = token_path(DEFAULT_PATH)
     if not read_token(path):
         raise click.ClickException(

@@ -17,12 +17,7 @@ from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
 from paceline.services.cli.render import PATH
 from paceline.services.common.access.callers import WorkerCallers
-from paceline.services.common.access.insecure import (
-    check_coordinator,
-    check_host,
-    insecure_option,
-    insecurity,
-)
+from paceline.services.common.access.insecure import check_coordinator, check_host, insecure_option, insecurity
 from paceline.services.common.access.page_keys import Access
 from paceline.services.common.options import directory_option, token_file_option
 from paceline.services.common.processes.starting import announce

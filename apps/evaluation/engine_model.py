@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineModel:
-    """See `EvaluatedModel`. Samples with the generation settings of the spec that the model was opened with."""
+    """Samples with the generation settings of the spec that the model was opened with."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -50,7 +50,7 @@ class EngineModel:
         ]
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
-        """See `EvaluatedModel.score`. A continuation's tokens follow the prompt's tokens in the encoding of the whole text."""
+        """See `EvaluatedModel.score`. A continuation's tokens follow the prompt's, in the encoding of the whole text."""
         pairs = [self._pair(prompt, each) for each in continuations]
         return await asyncio.gather(*(self._score(ids, start) for ids, start in pairs))
 
@@ -60,8 +60,7 @@ class EngineModel:
 
     def _pair(self, prompt: Any, continuation: str) -> tuple[IntArray, int]:
         """Return the tokens of prompt and continuation, and the index of the continuation's first token. If a token
-        spans the end of the prompt, the continuation is encoded after the prompt's tokens, so that all of it is
-        scored."""
+        spans both, the continuation is encoded separately, so that all of it is scored."""
         is_text = isinstance(prompt, str) and self._served.spec.data.apply_chat_template != "always"
         if is_text:
             prompt, continuation = split(prompt, continuation)

@@ -153,7 +153,7 @@ def evaluate(
 def _endpoint(
     model: str | None, name: str, key_env: str | None, key_file: str | None, timeout_s: float
 ) -> EndpointSettings | None:
-    """Return the settings of the endpoint that --model names; None for a model in files. Raises InvalidInput."""
+    """Return the endpoint that --model names; None for a model in files. Raises InvalidInput."""
     from paceline.reward.endpoints.settings import EndpointSettings, checked_settings
 
     if model is None or not model.startswith(("http://", "https://")):
@@ -274,8 +274,7 @@ Json = dict[str, Any]
 
 
 def compared(questions: Sequence[str], sets: Sequence[DataSource], prompt_key: str) -> list[Json]:
-    """Return, for each training set, how many questions it holds and the indices of the first of them, or the reason
-    why it was not compared."""
+    """Return, for each training set, the number of questions in it and the first indices, or why it was not compared."""
     index = OverlapIndex(questions)
     return [_compared(index, questions, source, prompt_key) for source in sets]
 
@@ -294,7 +293,6 @@ def _compared(index: OverlapIndex, questions: Sequence[str], source: DataSource,
 
 
 def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
-    """Return a warning for each training set that holds questions, and for each that could not be compared."""
     lines = []
     for each in found:
         if "not_compared" in each:
@@ -313,7 +311,6 @@ LONGEST = 4096
 
 
 def spec_of_endpoint(url: str) -> RunSpec:
-    """Return the settings for a model behind a URL. The URL itself gives no settings."""
     return RunSpec.model_validate(
         {
             "policy": {"model_name": url, "max_total_sequence_length": LONGEST},
@@ -324,8 +321,7 @@ def spec_of_endpoint(url: str) -> RunSpec:
 
 
 def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> RunSpec:
-    """Return the spec in `file`, with the model of `model` in place of the model in `file`. Raises SpecError, or
-    InvalidInput without validation data."""
+    """Return the spec in `file`, with the model of `model`. Raises SpecError, or InvalidInput without validation data."""
     from paceline.spec.reading import apply_override, parse_spec, read_tree
 
     tree = read_tree(file)
@@ -365,7 +361,6 @@ def reads_model(tree: dict[str, Any]) -> bool:
 
 
 def _measure(tree: dict[str, Any], model: str) -> None:
-    """Set `model`, the one being measured, as the model of each reward function that names none."""
     for reward in tree.get("rewards") or ():
         argument = _path_argument(reward)
         if argument is not None:
@@ -379,7 +374,6 @@ def _path_argument(reward: Any) -> str | None:
 
 
 def _from_here(name: str) -> str:
-    """Return an existing path as an absolute path, and any other name unchanged."""
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
 

@@ -3,12 +3,10 @@
 The gate. Promise: a candidate equal to the baseline fails with the probability of one tail of the interval (2.5 %), a
 metric is compared problem by problem, and evaluations that cannot separate the two are `undecided`, never passed.
 
-The comparison of two models in use promotes the candidate, holds, or rolls back. The two have answered different
-requests, so it compares two means, not pairs as the gate does. Requests with the same prompt are correlated, so the
-bootstrap resamples prompts, not traces.
-
-Promise: a candidate equal to the champion is rolled back with the probability of one tail of the interval (2.5 %), and
-traces that cannot separate the two give `hold`.
+The comparison in use promotes the candidate, holds, or rolls back. The models have answered different requests, so two
+means are compared, not pairs. Requests with the same prompt are correlated, so the bootstrap resamples prompts, not
+traces. Promise: a candidate equal to the champion is rolled back with the probability of one tail of the interval (2.5
+%), and traces that cannot separate the two give `hold`.
 
 Suffixes: G prompts, B resamples.
 """
@@ -22,15 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.apps.evaluation.statistics import (
-    Estimate,
-    Floats,
-    below,
-    differences,
-    drawn,
-    estimate,
-    interval,
-)
+from paceline.apps.evaluation.statistics import Estimate, Floats, below, differences, drawn, estimate, interval
 from paceline.errors import InvalidInput
 
 MIN_PROBLEMS = 20
@@ -63,12 +53,12 @@ def judge(
     metric: str = "reward",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return the verdict on a candidate: its outcome, the reasons, the paired difference, the digests of the results
-    compared.
+    """Return the verdict on a candidate: its outcome, the reasons, the paired difference, the results' digests.
 
     The difference is candidate minus baseline: the mean over problems of each problem's mean over samples, with a 95 %
     bootstrap interval over problems. The candidate fails if the interval lies below -max_drop, passes if it lies above
-    -(max_drop + margin), and is undecided otherwise. Raises InvalidInput for unknown metrics, or without a problem in common.
+    -(max_drop + margin), and is undecided otherwise. Raises InvalidInput for unknown metrics, or without a problem in
+    common.
     """
     ours, theirs = _by_problem(candidate_samples, metric), _by_problem(baseline_samples, metric)
     common = sorted(ours.keys() & theirs.keys())
@@ -113,7 +103,6 @@ def judge(
 
 
 def compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outcome:
-    """Return the outcome that `judge` describes for a difference with this interval."""
     if num_problems < MIN_PROBLEMS:
         return "undecided"
     if below(high, -bounds.max_drop):

@@ -52,7 +52,7 @@ def decision_options(command: CommandT) -> CommandT:
 
 
 def end(report: dict[str, Any], outcome: str, lines: Sequence[str], output: Path | None, as_json: bool) -> NoReturn:
-    """Write the report to a file, if a file is named; print the report or its lines; exit with the outcome's status."""
+    """Write the report to `output`, if given; print the report or its lines; exit with the outcome's status."""
     from paceline.files.whole_file import write_whole
 
     if output is not None:

@@ -1,5 +1,4 @@
-"""Runs external harnesses against a served model (`paceline eval --with`) and converts their scores to an evaluation's
-result.
+"""Runs external harnesses on a served model (`paceline eval --with`) and converts their scores to a result.
 
 lm-eval is EleutherAI's lm-evaluation-harness (0.4), inspect-ai the UK AI Security Institute's Inspect (0.3).
 
@@ -34,9 +33,7 @@ Json = dict[str, Any]
 class ScoredSample:
     task: str
     index: int
-    """Number of the problem in its task."""
     sample: int
-    """Number of the sample among the samples of its problem."""
     prompt: Any
     completion: str
     scores: Mapping[str, float]
@@ -50,7 +47,6 @@ class HarnessRun:
     version: str
     samples: Sequence[ScoredSample]
     results: Json
-    """Maps a task to the harness's own metrics."""
 
 
 MODEL, CHAT = "local-completions", "local-chat-completions"
@@ -60,8 +56,7 @@ CONCURRENT = 8
 
 def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
     """Return lm-eval's arguments: the user's, and those for the endpoint. `tokenizer` is a folder: log-probabilities
-    are requested by token ids. With `--model local-chat-completions` among the user's arguments the harness sends
-    chats."""
+    are requested by token ids. With `--model local-chat-completions` among the user's, chats are sent."""
     given = list(arguments)
     kind = given[given.index("--model") + 1 :][:1] if "--model" in given else []
     if kind and kind[0] not in (MODEL, CHAT):
@@ -189,7 +184,7 @@ HARNESSES = {
     "lm-eval": ("lm_eval", lm_eval_command, read_lm_eval),
     "inspect": ("inspect", inspect_command, read_inspect),
 }
-"""For each harness: its program, the arguments for an endpoint, and the function that reads its results."""
+"""Maps a harness to its program, its arguments for an endpoint, and the function that reads its results."""
 
 
 async def run_harness(served: ServedModel, name: str, arguments: Sequence[str]) -> HarnessRun:
@@ -212,7 +207,6 @@ async def run_harness(served: ServedModel, name: str, arguments: Sequence[str]) 
 
 
 def program_of(name: str) -> Path:
-    """Return the path of a harness's program. Raises InvalidInput if it is not installed."""
     beside = FOLDER / name
     found = shutil.which(name) or (str(beside.absolute()) if beside.is_file() else None)
     if found is None:
@@ -223,7 +217,7 @@ def program_of(name: str) -> Path:
 
 
 async def _ended(command: Sequence[str], variables: dict[str, str]) -> int:
-    """Return the exit status of a command. There is no deadline: tasks set its duration, and the caller may interrupt."""
+    """Return the exit status of a command, without a deadline: tasks set its duration."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     process = await asyncio.create_subprocess_exec(
         *command, env=environment | variables, stdin=asyncio.subprocess.DEVNULL, stdout=STDERR

@@ -39,7 +39,6 @@ class EvaluatedModel(Protocol):
     """A model that completes prompts or computes log-probabilities."""
 
     name: str
-    """Name of the model in the result."""
     concurrency: int
     """Number of completions that are generated at a time; further requests wait."""
 
@@ -56,8 +55,8 @@ class EvaluatedModel(Protocol):
 
 
 def split(prompt: str, continuation: str) -> tuple[str, str]:
-    """Return prompt and continuation with white space at the prompt's end moved to the continuation, because tokens
-    begin with white space. lm-eval's `TemplateLM._encode_pair` does the same."""
+    """Return prompt and continuation; white space at the prompt's end moves to the continuation, because tokens begin
+    with white space. lm-eval's `TemplateLM._encode_pair` does the same."""
     kept = prompt.rstrip()
     return kept, prompt[len(kept) :] + continuation
 
@@ -68,8 +67,6 @@ NORMALISED = "_norm"
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with its completions and their rewards."""
-
     index: int
     prompt: Any
     columns: Mapping[str, Any]
@@ -101,8 +98,8 @@ async def solved(
     prompt: Any,
     columns: dict[str, Any],
 ) -> Problem:
-    """Return the problem with its rewards, or with a failure if the model cannot take the problem or the problem cannot
-    be scored. `model` is None only with the method `prefer`. Raises Unavailable, and the engine's errors."""
+    """Return the problem with its rewards, or with a failure if it cannot be completed or scored. `model`
+    is None only with the method `prefer`. Raises Unavailable, and the engine's errors."""
     problem = Problem(index, prompt, columns)
     try:
         match spec.evaluation.method:
@@ -131,10 +128,8 @@ class _NotScored(Exception):
 
 
 async def _chosen(problem: Problem, model: EvaluatedModel, rewards: RewardRunner, spec: RunSpec) -> Problem:
-    """Return the problem with one completion: the letter of the likeliest answer, and the rewards of both choices.
-
-    The second choice is by log-probability per character of the answer's text: lm-eval's `acc_norm`.
-    """
+    """Return the problem with the letter of the likeliest answer as its completion, and the rewards of two choices: the
+    likeliest answer, and the likeliest per character of its text (lm-eval's `acc_norm`)."""
     if tools_of_prompt(problem.prompt, problem.columns) is not None:
         raise InvalidInput(
             "the row has tools, which evaluation.method 'choose' does not pass to a model; rename the column 'tools'"
@@ -201,7 +196,7 @@ async def _scored(problem: Problem, completions: Sequence[Completion], rewards: 
 
 
 def _text(columns: Mapping[str, Any], key: str) -> str:
-    """Return the text of a completion in a column: text, or the last message of a list."""
+    """Return the text in a column, or the content of its last message."""
     value = columns.get(key)
     if isinstance(value, list) and value and isinstance(value[-1], Mapping):
         value = value[-1].get("content")

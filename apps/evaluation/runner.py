@@ -1,10 +1,8 @@
-"""Runs an evaluation outside of runs: samples answers to the validation problems, scores them in reward processes,
-summarises.
+"""Runs an evaluation outside of runs: samples answers to the validation problems, scores them in processes, summarises.
 
 Promise: completions are scored as in a run's evaluation, by the same keys; a problem that cannot be scored counts as
-failed, never as 0, and a missing reward is None.
-
-A problem first waits for room, then for the model, then for a reward process. The room bounds memory.
+failed, never as 0, and a missing reward is None. A problem first waits for room, which bounds memory, then for the
+model, then for a reward process.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def grouping_columns(spec: RunSpec, rows: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def _means(problem: Problem, labels: Sequence[str]) -> dict[str, float]:
-    """Return a problem's mean of each reward over the completions that got a number; empty if none did."""
+    """Return a problem's mean of each reward over the completions with a number; empty if none has one."""
     assert problem.rewards_CL is not None
     assert problem.totals_C is not None
     columns = {"reward": problem.totals_C}
@@ -86,8 +84,7 @@ def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
 
 
 def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
-    """Return a mapping from the label of a function to the number of completions of scored problems that got no number
-    from it. A function that gave every completion a number is left out."""
+    """Return, by function label, the number of scored problems' completions that got no number; zeros are left out."""
     if not scored or spec.evaluation.method != "sample":
         return {}
     counts = np.isnan(np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])).sum(axis=0)
@@ -139,7 +136,6 @@ def _of_groups(column: str, scored: Sequence[Problem], means: Sequence[Mapping[s
 
 
 def samples_of(spec: RunSpec, problems: Sequence[Problem]) -> list[Json]:
-    """Return one entry for each sample, in the order of the data set."""
     labels = labels_of(spec)
     columns = grouping_columns(spec, [problem.columns for problem in problems])
     found: list[Json] = []
@@ -181,9 +177,8 @@ class Evaluated(NamedTuple):
 
 
 async def evaluate(model: EvaluatedModel | None, spec: RunSpec, seed: int, num_processes: int = 1) -> Evaluated:
-    """Evaluate `model` on the validation set of `spec`; it is None with the method `prefer`, which measures the reward
-    functions. Raises InvalidInput without a set, DataError, Unreadable, and the errors of the model and of
-    `RewardRunner.start`."""
+    """Evaluate `model` on the validation set of `spec`; None with the method `prefer`, which measures reward functions.
+    Raises InvalidInput without a set, DataError, Unreadable, and errors of the model and `RewardRunner.start`."""
     if spec.data.validation is None:
         raise InvalidInput("data.validation is not set, but an evaluation needs its problems; set it to a data set")
     prompts = await asyncio.to_thread(open_prompts, spec.data, seed, validation=True)

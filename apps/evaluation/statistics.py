@@ -1,8 +1,7 @@
 """Statistics of an evaluation: pass@k, cons@k, gaps between groups, and bootstrap intervals over problems. Pure.
 
-Promise: the same numbers and the same seed give the same interval.
-
-Suffixes: G problems, C completions of a problem, B resamples.
+Promise: the same numbers and seed give the same interval. Suffixes: G problems, C completions of a problem, B
+resamples.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ Answer = TypeVar("Answer")
 
 
 class Estimate(NamedTuple):
-    """A mean over problems with its bootstrap interval."""
-
     value: float
     low: float
     high: float
@@ -49,8 +46,8 @@ def differences(ours: Floats, theirs: Floats) -> Floats:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that k of n completions, drawn without replacement, hold at least one of the c correct
-    ones.
+    """Return the probability that k of n completions, drawn without replacement, hold one of the c correct ones or
+    more.
 
     1 - C(n - c, k) / C(n, k): Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1. Raises
     ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -101,7 +98,6 @@ def bootstrap_means(values_G: Floats, seed: int) -> Floats:
 
 
 def interval(value: float, resampled_B: Floats) -> Estimate:
-    """Return a value with the percentile interval of its resamples."""
     tail = (1.0 - LEVEL) / 2
     low, high = np.quantile(resampled_B, [tail, 1.0 - tail])
     return Estimate(value, float(low), float(high))
@@ -115,9 +111,9 @@ def estimate(values_G: Floats, seed: int) -> Estimate:
 
 
 def bootstrap_gap(groups: Sequence[Floats], seed: int) -> Estimate:
-    """Return the highest mean of several groups of problems minus the lowest, with its percentile interval over
-    resamples within each group. Chance alone separates small groups, so the interval of equal groups does not reach
-    0. Raises ValueError without groups."""
+    """Return the highest mean of several groups of problems minus the lowest, with its interval over resamples within
+    each group. Chance alone separates small groups: the interval of equal groups does not reach 0. Raises ValueError
+    without groups."""
     if not groups:
         raise ValueError("a gap needs at least one group")
     means = [float(values.mean()) for values in groups]

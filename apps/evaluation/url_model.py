@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 
 class _Echoed(NamedTuple):
-    """Tokens of a text, as a service echoes it."""
-
     tokens: list[str]
     logprobs: list[float]
     """Log-probability of each token; NaN for the first one."""
@@ -49,7 +47,7 @@ class _Echoed(NamedTuple):
 
 
 class UrlModel:
-    """See `EvaluatedModel`. Its completions are texts only: reward functions get no token ids."""
+    """Completions are texts only: reward functions get no token ids."""
 
     def __init__(self, spec: RunSpec, endpoint: Endpoint, model: str, concurrency: int) -> None:
         self._spec, self._endpoint = spec, endpoint
@@ -111,7 +109,7 @@ class UrlModel:
 
     def _completion(self, answer: Json) -> Completion:
         """Return the completion in an answer, with the text that the same model would give in this process. Other
-        services return reasoning and calls in separate fields, and leave out the stop string but name it."""
+        services separate reasoning and calls, and leave out the stop string but name it."""
         try:
             choice = answer["choices"][0]
             text = choice.get("completion")

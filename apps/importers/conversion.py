@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from paceline.spec.foreign import EXAMPLES, ForeignName, key_for, look_up, table
 from paceline.spec.keys import keys
 
@@ -20,12 +22,10 @@ from paceline.spec.keys import keys
 @dataclass
 class Conversion:
     library: str
-    """Table of the other library's names: one of `paceline.spec.foreign.TABLES`."""
     settings: dict[str, Any]
     """Maps the dotted name of each setting of the other library to its value."""
     algorithm: str = "grpo"
     tree: dict[str, Any] = field(default_factory=dict)
-    """The spec's sections, as YAML has them."""
     left_out: list[str] = field(default_factory=list)
     """One line for each setting that was left out: name, value, reason."""
     notes: list[str] = field(default_factory=list)
@@ -36,10 +36,23 @@ class Conversion:
     """Maps the name of each file to write beside the spec to its content."""
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return a setting, or the library's default, and mark it as used."""
+        """Return a setting, or `default` if it is not set, and mark it as used."""
         self.used.add(name)
         value = self.settings.get(name)
         return default if value is None else value
+
+    def take_below(self, prefix: str) -> dict[str, Any]:
+        """Return the settings whose names begin with `prefix`, by the rest of their names, and mark them as used."""
+        return {name.removeprefix(prefix): self.take(name) for name in self.settings if name.startswith(prefix)}
+
+    def skip(self, *prefixes: str) -> None:
+        """Mark all settings whose names begin with one of `prefixes` as used."""
+        self.used.update(name for name in self.settings if name.startswith(prefixes))
+
+    def move(self, name: str, key: str) -> None:
+        """Set a key of the spec to the value of a setting, if it has one."""
+        if (value := self.take(name)) is not None:
+            self.put(key, value)
 
     def put(self, key: str, value: Any) -> None:
         """Set a dotted key of the spec, in the algorithm's section if the key begins with `grpo` or `loss_fn`."""
@@ -71,12 +84,12 @@ class Conversion:
                 self._carry_one(name, plain(value))
 
     def skip_disabled(self) -> None:
-        """Use up every setting below a section with `enabled: false`, because it has no effect there. A list of GPUs
-        (`colocated`) and settings that both states read (`async_grpo`) stay."""
+        """Use up every setting below a section with `enabled: false`, which has no effect there, except below a list of
+        GPUs (`colocated`) and for settings that both states read (`async_grpo`)."""
         for name, value in self.settings.items():
             section, _, last = name.rpartition(".")
             if last == "enabled" and value is False and not section.endswith(("colocated", "async_grpo")):
-                self.used.update(each for each in self.settings if each.startswith(f"{section}."))
+                self.skip(f"{section}.")
 
     def close(self) -> None:
         """Leave out what a spec would refuse: evaluations without data, and letters that a name may not have."""
@@ -109,8 +122,7 @@ class Conversion:
         return self.leave_out(name, f"{entry.key} has no such value")
 
     def _entry(self, name: str) -> ForeignName | None:
-        """Return the entry for the name, or for the longest section above it: from this library's table, else from the
-        others'."""
+        """Return the entry for the name or the longest section above it, from this library's table, else another's."""
         names = table(self.library)
         parts = name.split(".")
         sections = [f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1)]
@@ -134,8 +146,7 @@ LINE = 170
 
 
 def one_line_a_section(left_out: list[str]) -> list[str]:
-    """Return the lines of `Conversion.left_out`. The settings of each section of MACHINERY share one line without
-    reasons, and these lines come last."""
+    """Return the lines of `left_out`. At the end, settings of a section of MACHINERY share a line without reasons."""
     lines, sections = [], dict[str, list[str]]()
     for line in left_out:
         name = line.partition(": ")[0].partition(" ")[0]
@@ -151,17 +162,12 @@ def one_line_a_section(left_out: list[str]) -> list[str]:
 
 
 def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted name. A list, and a mapping whose name is in the table or in the
-    spec, count as values; an empty section counts as nothing."""
+    """Return the values of nested sections by dotted name. Lists, and mappings of a known name, are one value each."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"
-        names = table(library)
-        is_value = (
-            name in names
-            or f"trainer.{name}" in names
-            or (name in keys() and keys()[name].type_text.startswith("mapping"))
-        )
+        is_value = not table(library).keys().isdisjoint((name, f"trainer.{name}"))
+        is_value |= name in keys() and keys()[name].type_text.startswith("mapping")
         if isinstance(value, Mapping) and not is_value:
             found |= flattened(value, library, f"{name}.")
         else:
@@ -174,6 +180,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         return float(value)
     return value
+
+
+def scalar(text: str) -> Any:
+    """Return a text as YAML reads it; the text itself if it is not YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _home(value: Any) -> Any:
@@ -197,7 +211,6 @@ def rest_or(new: int, total: Any) -> int | str:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return an item or a list of items as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else [value]

@@ -1,15 +1,14 @@
-"""`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration, and name the settings
-that were left out.
+"""`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration.
 
-The spec is YAML that loads, below comments that list the settings left out. Configurations are read as their libraries write them:
-YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a shell script.
+The spec is YAML that loads, below comments that list the settings left out. Configurations are read as their libraries
+write them: YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a shell script.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import click
 import yaml
 
 from paceline.apps.importers import nemo_rl, prime_rl, python_script, shell, trl, verl
-from paceline.apps.importers.conversion import Conversion, flattened, listed, one_line_a_section
+from paceline.apps.importers.conversion import Conversion, flattened, listed, one_line_a_section, scalar
 from paceline.errors import SpecError
 from paceline.services.cli.render import FILE, PATH
 from paceline.services.common.options import json_option, print_json
@@ -56,9 +55,8 @@ def import_spec(
     """
     done = import_config(library, file, overrides, processes=processes, command=command)
     destination = output or file.with_name(f"{file.stem}.paceline.yaml")
-    texts = {destination: spec_text(done, file)} | {
-        destination.with_name(name): text for name, text in done.files.items()
-    }
+    texts = {destination: spec_text(done, file)}
+    texts |= {destination.with_name(name): text for name, text in done.files.items()}
     for path, text in texts.items():
         if path.exists() and not force:
             raise SpecError(f"{path} exists; name another with --output, or replace it with --force")
@@ -67,8 +65,7 @@ def import_spec(
         except OSError as error:
             raise SpecError(f"cannot write {str(path)!r}: {error.strerror}; name another with --output") from None
     if as_json:
-        written = [str(path) for path in texts]
-        print_json({"written": written, "notes": done.notes, "left_out": done.left_out})
+        print_json({"written": [str(path) for path in texts], "notes": done.notes, "left_out": done.left_out})
         return
     for title, lines in (("note", done.notes), ("left out", one_line_a_section(done.left_out))):
         for line in lines:
@@ -78,7 +75,6 @@ def import_spec(
 
 LIBRARIES = ("trl", "nemo", "verl", "prime-rl")
 MAX_LINE = 200
-"""Largest number of characters in a line of a comment."""
 REQUIRED = {
     "policy.model_name": "policy.model_name=…",
     "data.train": "data.train=…",
@@ -90,8 +86,8 @@ REQUIRED = {
 def import_config(
     library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1, command: str = ""
 ) -> Conversion:
-    """Return the conversion of the file at `path` from `library`, one of LIBRARIES, with Paceline's overrides applied.
-    The resulting spec loads. `command` has the options of a TRL script that parses its command line.
+    """Return the conversion of a file from `library`, one of LIBRARIES, with Paceline's overrides applied; its spec
+    loads. `command` has the options of a TRL script that parses its command line.
 
     Raises SpecError if the file cannot be read, lacks a key that every spec needs, or has contradictory values.
     """
@@ -135,7 +131,7 @@ def _converted(library: str, path: Path, processes: int, command: str = "") -> C
                 else python_script.read_command(path.read_text(encoding="utf-8")[:MAX_BYTES], str(path))
             )
             done = trl.convert(script.settings, processes=processes, algorithm=script.algorithm)
-            done.notes = [*script.notes, *done.notes]
+            done.notes[:0] = script.notes
             done.files |= script.files
             return done
         if library == "trl":
@@ -143,12 +139,12 @@ def _converted(library: str, path: Path, processes: int, command: str = "") -> C
         if library == "nemo":
             return nemo_rl.convert(read_yaml(path, "nemo_rl"), folder=path.resolve().parent)
         if library == "prime-rl":
-            return prime_rl.convert(read_toml(path, "prime_rl"))
+            return prime_rl.convert(flattened(_with_files(path, "toml_files", _toml), "prime_rl"))
         if path.suffix in (".yaml", ".yml"):
             return verl.convert(read_yaml(path, "verl"))
         settings, notes = read_overrides(path)
         done = verl.convert(settings)
-        done.notes = [*notes, *done.notes]
+        done.notes[:0] = notes
         return done
     except UnicodeError:
         raise SpecError(f"{path} is not text in UTF-8; name a configuration of {library}") from None
@@ -187,14 +183,13 @@ _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.]*)=(.*)$", re.S)
 
 
 def read_yaml(path: Path, library: str) -> dict[str, Any]:
-    """Return a mapping from the dotted name of each setting in a YAML file to its value. Raises SpecError."""
-    settings = flattened(_with_defaults(path, MAX_DEFAULTS), library)
+    settings = flattened(_with_files(path, "defaults", read_tree), library)
     return {name: _resolved(value, name, settings) for name, value in settings.items()}
 
 
 def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return a mapping from name to value of the `section.key=value` words in a shell script, and a note for each value
-    that only a run of the script would know. Raises SpecError."""
+    """Return the `section.key=value` words of a shell script, and a note for each that only a run knows. Raises
+    SpecError."""
     found: dict[str, Any] = {}
     notes = []
     for command in shell.commands(path.read_text(encoding="utf-8")[:MAX_BYTES]):
@@ -205,46 +200,35 @@ def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
             if unknown := shell.unresolved(match[2]):
                 notes.append(f"{match[1]} is {match[2]}, and only a run of the script knows {unknown}; set it by hand")
             else:
-                found[match[1]] = _scalar(match[2])
+                found[match[1]] = scalar(match[2])
     if not found:
         raise SpecError(f"{path} has no override such as data.train_files=train.parquet; name the YAML or the script")
     return found, notes
 
 
-def read_toml(path: Path, library: str) -> dict[str, Any]:
-    """Return a mapping from the dotted name of each setting in a TOML file to its value. A setting of the file
-    overrides the same setting of its `toml_files`. Raises SpecError."""
-    return flattened(_with_toml_files(path, MAX_DEFAULTS), library)
-
-
-def _with_toml_files(path: Path, files_left: int) -> dict[str, Any]:
+def _toml(path: Path) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8")[:MAX_BYTES])
+        return tomllib.loads(path.read_text(encoding="utf-8")[:MAX_BYTES])
     except OSError as error:
         raise SpecError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SpecError(f"{path} is not TOML: {error}") from None
-    below: dict[str, Any] = {}
-    for name in listed(tree.pop("toml_files", None)):
-        if files_left == 0:
-            raise SpecError(
-                f"{path}: the chain of toml_files has more than {MAX_DEFAULTS} files; write the settings into one"
-            )
-        below = _merged(below, _with_toml_files(path.parent / str(name), files_left - 1))
-    return _merged(below, tree)
 
 
-def _with_defaults(path: Path, files_left: int) -> dict[str, Any]:
-    tree = read_tree(path)
+def _with_files(
+    path: Path, key: str, read: Callable[[Path], dict[str, Any]], files_left: int = MAX_DEFAULTS
+) -> dict[str, Any]:
+    """Return the tree of a file over those of the files that its `key` (`defaults` or `toml_files`) names."""
+    tree = read(path)
     below: dict[str, Any] = {}
-    for above in listed(tree.pop("defaults", None)):
-        if not isinstance(above, str) or above == "_self_":
+    for name in listed(tree.pop(key, None)):
+        if key == "defaults" and (not isinstance(name, str) or name == "_self_"):
             continue
         if files_left == 0:
             raise SpecError(
-                f"{path}: the chain of defaults has more than {MAX_DEFAULTS} files; write the settings into one"
+                f"{path}: the chain of {key} has more than {MAX_DEFAULTS} files; write the settings into one"
             )
-        below = _merged(below, _with_defaults(path.parent / above, files_left - 1))
+        below = _merged(below, _with_files(path.parent / str(name), key, read, files_left - 1))
     return _merged(below, tree)
 
 
@@ -271,19 +255,12 @@ def _resolved(value: Any, name: str, settings: Mapping[str, Any], levels: int = 
         return "null" if found is None else str(found)
 
     filled = _PRODUCT.sub(lambda match: str(int(match[1]) * int(match[2])), _REFERENCE.sub(fill, value))
-    return None if "${" in filled else _scalar(filled)
+    return None if "${" in filled else scalar(filled)
 
 
 def _absolute(reference: str, name: str) -> str:
-    """Return the dotted name that a reference of OmegaConf in setting `name` means. One leading dot stands for the
-    section of the setting, each further dot for the section above."""
+    """Return the dotted name that OmegaConf's reference in setting `name` means: one leading dot for the setting's
+    section, each further dot for the section above."""
     rest = reference.lstrip(".")
     dots = len(reference) - len(rest)
     return ".".join([*name.split(".")[:-dots], rest]) if dots else rest
-
-
-def _scalar(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text

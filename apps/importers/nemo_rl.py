@@ -17,13 +17,9 @@ from paceline.spec.foreign import EXAMPLES
 
 
 class DataSet(NamedTuple):
-    """A data set that NeMo RL has a short name for."""
-
     hub: str
     prompt: str
-    """Column of the prompt."""
     answer: str
-    """Column of the answer."""
     config: str = ""
     split: str = ""
 
@@ -34,20 +30,17 @@ DATA = {
     "aime2024": DataSet("HuggingFaceH4/aime_2024", "problem", "answer", split="train"),
     "gsm8k": DataSet("openai/gsm8k", "question", "answer", "main"),
 }
-"""Maps the lower-case name of a data set to the data set. Source: nemo_rl/data/datasets/response_datasets of NeMo RL.
-"""
+"""Maps a name of nemo_rl/data/datasets/response_datasets of NeMo RL, in lower case, to the data set."""
 ADVANTAGES = {(True, True): "nemo", (True, False): "trl", (False, True): "rloo", (False, False): "dr_grpo"}
 """Maps NeMo RL's (normalize_rewards, use_leave_one_out_baseline) to `grpo.advantage`."""
-ESTIMATORS = {"gdpo": "gdpo", "gae": "gae"}
 IMAGES = ("vlm", "image", "audio", "video", "clevr", "geometry3k", "refcoco", "avqa", "daily-omni", "mmpr")
 """Parts of the names of processors and data sets whose samples have images, audio or video."""
-ENGINES = ("vllm", "native")
 MEGATRON = "policy.megatron_cfg."
 
 
 def convert(settings: dict[str, Any], *, algorithm: str = "", folder: Path = Path()) -> Conversion:
-    """Return the conversion of NeMo RL's settings by dotted name; paths of prompt files are below `folder` or a folder
-    above it. Raises SpecError for a training that Paceline does not have."""
+    """Return the conversion of NeMo RL's settings by dotted name; prompt files are below `folder` or a folder above.
+    Raises SpecError for a training that Paceline does not have."""
     settings = {name: plain(value) for name, value in _as_grpo(settings).items()}
     done = Conversion("nemo_rl", settings, algorithm or _algorithm(settings))
     _refuse(settings)
@@ -103,7 +96,6 @@ def _refuse(settings: dict[str, Any]) -> None:
 
 
 def _optimizer(done: Conversion) -> None:
-    """Take optimizer and schedule from the section that is switched on."""
     if not done.settings.get(f"{MEGATRON}enabled"):
         _schedule(done)
         return
@@ -114,8 +106,7 @@ def _optimizer(done: Conversion) -> None:
     if None not in betas:
         done.put("policy.optimizer.betas", list(betas))
     for theirs, ours in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_eps", "eps")):
-        if (value := done.take(section + theirs)) is not None:
-            done.put(f"policy.optimizer.{ours}", value)
+        done.move(section + theirs, f"policy.optimizer.{ours}")
     rate, lowest = done.settings.get(f"{section}lr"), done.take(f"{section}min_lr")
     shape = str(done.take(f"{schedule}lr_decay_style", "constant")).lower()
     if shape in ("constant", "linear", "cosine"):
@@ -134,10 +125,8 @@ def _schedule(done: Conversion) -> None:
     """Carry over torch's schedulers: one, or a list of a linear warm-up and a constant, linear or cosine shape."""
     parts = done.settings.get("policy.scheduler")
     if isinstance(name := done.settings.get("policy.scheduler.name"), str):
-        prefix = "policy.scheduler.kwargs."
-        given = {each.removeprefix(prefix): done.take(each) for each in list(done.settings) if each.startswith(prefix)}
         done.take("policy.scheduler.name")
-        parts = [{"name": name, "kwargs": given}]
+        parts = [{"name": name, "kwargs": done.take_below("policy.scheduler.kwargs.")}]
     if not isinstance(parts, list):
         return
     done.take("policy.scheduler")
@@ -187,14 +176,10 @@ def _lengths(done: Conversion) -> None:
         if done.settings.get(f"{section}.val_batches") == -1:
             done.take(f"{section}.val_batches")
             done.take(f"{section}.val_global_batch_size")
-    new = done.take("policy.generation.max_new_tokens")
+    new, total = done.take("policy.generation.max_new_tokens"), done.settings.get("policy.max_total_sequence_length")
     if isinstance(new, int) and done.algorithm not in EXAMPLES:
-        done.put(
-            "policy.generation.max_new_tokens", rest_or(new, done.settings.get("policy.max_total_sequence_length"))
-        )
-    if done.settings.get("policy.generation.vllm_cfg.max_model_len") == done.settings.get(
-        "policy.max_total_sequence_length"
-    ):
+        done.put("policy.generation.max_new_tokens", rest_or(new, total))
+    if done.settings.get("policy.generation.vllm_cfg.max_model_len") == total:
         done.take("policy.generation.vllm_cfg.max_model_len")
 
 
@@ -222,7 +207,7 @@ def _data(done: Conversion, folder: Path) -> None:
 def _data_sets(done: Conversion, which: str) -> list[dict[str, Any]]:
     """Return the settings of each data set for `train` or `validation`, with the section's defaults below them."""
     given = done.take(f"data.{which}")
-    defaults, one = _section(done, "data.default."), _section(done, f"data.{which}.")
+    defaults, one = done.take_below("data.default."), done.take_below(f"data.{which}.")
     older = {"dataset_name": "data.dataset_name", "data_path": "data.train_data_path"}
     if which == "validation":
         older = {"data_path": "data.val_data_path"}
@@ -232,14 +217,8 @@ def _data_sets(done: Conversion, which: str) -> list[dict[str, Any]]:
     return [{**defaults, **each} for each in own if isinstance(each, dict)]
 
 
-def _section(done: Conversion, prefix: str) -> dict[str, Any]:
-    """Take all settings whose names begin with `prefix`, by the rest of their names."""
-    return {name.removeprefix(prefix): done.take(name) for name in list(done.settings) if name.startswith(prefix)}
-
-
 def _put_data(done: Conversion, which: str, sets: list[dict[str, Any]]) -> DataSet | None:
-    """Set `data.train` or `data.validation` if the data sets can be read as one, else note why not. Return the known
-    data set."""
+    """Set `data.train` or `data.validation` if the data sets can be read as one, else add a note; return the known one."""
     known = [DATA.get(str(each.get("dataset_name")).lower()) for each in sets]
     pairs = list(zip(sets, known, strict=True))
     paths = [each.get("data_path") or (found.hub if found else None) for each, found in pairs]
@@ -296,53 +275,40 @@ def _with_column(text: str, column: str) -> str:
 
 
 def _rewards(done: Conversion) -> None:
-    """Carry over the environment that the data names."""
     name = done.settings.get("data.train.env_name") or done.settings.get("data.default.env_name")
     places = {each.split(".")[1] for each in done.settings if each.startswith("env.")}
     chosen = str(name) if name in places else next(iter(places), "") if len(places) == 1 else ""
-    answers = DATA.get(
-        str(done.settings.get("data.train.dataset_name") or done.settings.get("data.dataset_name")).lower()
-    )
-    used = [each for each in done.settings if each.startswith(f"env.{chosen}.")] if chosen else []
+    data = done.settings.get("data.train.dataset_name") or done.settings.get("data.dataset_name")
     if chosen.startswith("math"):
+        answers = DATA.get(str(data).lower())
         answer = {"kwargs": {"answer_column": answers.answer}} if answers and answers.answer != "answer" else {}
         done.put("rewards", [{"function": "math_accuracy", **answer}])
         done.notes.append(f"env.{chosen} became the built-in reward math_accuracy; check the column with the answer")
+        done.skip(f"env.{chosen}.")
     elif chosen == "reward_model" and (path := done.settings.get("env.reward_model.model_name")):
         done.put("rewards", [{"function": "reward_model", "kwargs": {"path": path}}])
-    else:
-        used = []
-    done.used.update(used)
+        done.skip("env.reward_model.")
     _overlong(done)
-    for each in places - {chosen} if chosen else ():
-        done.used.update(other for other in done.settings if other.startswith(f"env.{each}."))
+    if chosen:
+        done.skip(*(f"env.{each}." for each in places - {chosen}))
 
 
 def _overlong(done: Conversion) -> None:
-    """Carry over the penalty of long completions as a function beside the others."""
     section = "grpo.reward_shaping."
-    longest, soft = (
-        done.settings.get(f"{section}max_response_length"),
-        done.settings.get(f"{section}overlong_buffer_length"),
-    )
+    names = [f"{section}{name}" for name in ("enabled", "max_response_length", "overlong_buffer_length")]
+    is_enabled, longest, soft = (done.settings.get(name) for name in names)
     rewards = done.tree.get("rewards")
-    if (
-        not done.settings.get(f"{section}enabled")
-        or f"{section}enabled" in done.used
-        or not rewards
-        or not longest
-        or not soft
-    ):
+    if not (is_enabled and rewards and longest and soft) or names[0] in done.used:
         return
     limits = {"max_completion_tokens": longest, "soft_tokens": soft}
     weight = done.take(f"{section}overlong_buffer_penalty", 1)
     rewards.append({"function": "soft_overlong", "kwargs": limits, "weight": weight})
-    done.used.update(f"{section}{name}" for name in ("enabled", "max_response_length", "overlong_buffer_length"))
+    done.used.update(names)
 
 
 def _engine(done: Conversion) -> None:
     backend = done.take("policy.generation.backend")
-    if backend in ENGINES:
+    if backend in ("vllm", "native"):
         done.put("policy.generation.backend", backend)
     elif backend is not None:
         done.put("policy.generation.backend", "vllm")
@@ -351,9 +317,8 @@ def _engine(done: Conversion) -> None:
             done.leave_out(name, "the engine is vllm")
     kwargs = done.settings.get("policy.generation.vllm_kwargs")
     if isinstance(kwargs, dict) and "max_num_seqs" in kwargs:
-        done.settings["policy.generation.vllm_kwargs"] = {
-            k: v for k, v in kwargs.items() if k != "max_num_seqs"
-        } or None
+        others = {name: value for name, value in kwargs.items() if name != "max_num_seqs"}
+        done.settings["policy.generation.vllm_kwargs"] = others or None
         done.put("policy.generation.max_batch_size", kwargs["max_num_seqs"])
     if done.settings.get("policy.generation.vllm_cfg.precision") == "fp8":
         done.leave_out("policy.generation.vllm_cfg.precision", "weights are served in bfloat16, float16 or float32")
@@ -363,10 +328,7 @@ def _engine(done: Conversion) -> None:
 
 
 def _evaluation(done: Conversion) -> None:
-    batches, size = (
-        done.take(f"{done.algorithm}.val_batches"),
-        done.take(f"{done.algorithm}.val_global_batch_size"),
-    )
+    batches, size = done.take(f"{done.algorithm}.val_batches"), done.take(f"{done.algorithm}.val_global_batch_size")
     if isinstance(batches, int) and isinstance(size, int) and batches > 0:
         done.put("grpo.max_val_samples", batches * size)
 
@@ -380,8 +342,8 @@ def _objective(done: Conversion) -> None:
     if done.algorithm == "grpo":
         if estimator == "reinforce_plus_plus":
             done.put("grpo.advantage", "reinforce_pp_baseline" if minus_baseline else "reinforce_pp")
-        elif estimator in ESTIMATORS:
-            done.put("grpo.advantage", ESTIMATORS[estimator])
+        elif estimator in ("gdpo", "gae"):
+            done.put("grpo.advantage", estimator)
         elif estimator != "grpo":
             raise SpecError(f"grpo.adv_estimator.name {estimator!r}: grpo.advantage has no such estimator")
         elif normal is not None or one_out is not None:
@@ -391,7 +353,7 @@ def _objective(done: Conversion) -> None:
     if estimator == "gae":
         _value_model(done)
     else:
-        done.used.update(name for name in done.settings if name.startswith("value."))
+        done.skip("value.")
     _importance(done)
     if done.take("loss_fn.use_cispo"):
         done.put("loss_fn.preset", "cispo")
@@ -400,16 +362,14 @@ def _objective(done: Conversion) -> None:
     if is_async is not None:
         done.put("async_grpo.max_trajectory_age_steps", age if is_async else 0)
     for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
-        if (given := done.take(f"grpo.async_grpo.{name}")) is not None:
-            done.put(f"async_grpo.{name}", given)
+        done.move(f"grpo.async_grpo.{name}", f"async_grpo.{name}")
 
 
 def _importance(done: Conversion) -> None:
     """Carry over the importance weight. Without the correction, the weight and its bounds are switched off."""
     names = [f"loss_fn.truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min")]
     if done.take("loss_fn.use_importance_sampling_correction") is False:
-        for name in names:
-            done.take(name)
+        done.used.update(names)
         done.put("loss_fn.truncated_importance_sampling_ratio", None)
     elif done.settings.get(names[0]) == "seq-mask-tis":
         done.take(names[0])
@@ -419,44 +379,38 @@ def _importance(done: Conversion) -> None:
 
 
 def _value_model(done: Conversion) -> None:
-    estimator = "grpo.adv_estimator."
-    for theirs, ours in (("gae_lambda", "value.gae_lambda"), ("gae_gamma", "value.gae_gamma")):
-        if (value := done.take(estimator + theirs)) is not None:
-            done.put(ours, value)
-    if (start := done.take("grpo.policy_training_start_step")) is not None:
-        done.put("value.policy_training_start_step", start)
+    done.move("grpo.adv_estimator.gae_lambda", "value.gae_lambda")
+    done.move("grpo.adv_estimator.gae_gamma", "value.gae_gamma")
+    done.move("grpo.policy_training_start_step", "value.policy_training_start_step")
     for name in ("model_name", "cliprange", "max_grad_norm"):
-        if (value := done.take(f"value.{name}")) is not None:
-            done.put(f"value.{name}", value)
+        done.move(f"value.{name}", f"value.{name}")
     for name in ("lr", "weight_decay", "betas", "eps"):
-        if (value := done.take(f"value.optimizer.kwargs.{name}")) is not None:
-            done.put(f"value.optimizer.{name}", value)
+        done.move(f"value.optimizer.kwargs.{name}", f"value.optimizer.{name}")
     for name in [each for each in done.settings if each.startswith("value.") and each not in done.used]:
         done.leave_out(name, "the value model has model_name, optimizer, max_grad_norm, cliprange and gae_* (value)")
 
 
 def _distillation(done: Conversion) -> None:
-    if done.algorithm != "distillation":
-        return
-    for theirs, ours in (("kl_type", "kl_type"), ("mixed_kl_weight", "mixed_kl_weight")):
-        if (value := done.take(f"loss_fn.{theirs}")) is not None:
-            done.put(f"distillation.{ours}", value)
+    if done.algorithm == "distillation":
+        for name in ("kl_type", "mixed_kl_weight"):
+            done.move(f"loss_fn.{name}", f"distillation.{name}")
 
 
 def _best(done: Conversion) -> None:
     """Carry over the metric of the best checkpoint if an evaluation measures it at every checkpoint."""
     metric = done.take("checkpointing.metric_name")
-    if metric in ("val_reward", "val:reward", "val:accuracy"):
-        save = done.settings.get("checkpointing.save_period")
-        every = done.settings.get(f"{done.algorithm}.val_period")
-        if done.tree.get("data", {}).get("validation") and save and every and save % every == 0:
-            done.put("checkpointing.metric_name", "val:reward")
-            return
+    save, every = done.settings.get("checkpointing.save_period"), done.settings.get(f"{done.algorithm}.val_period")
     if metric == "train:loss":
         done.put("checkpointing.metric_name", metric)
-        return
-    done.leave_out(
-        "checkpointing.metric_name",
-        "write val:reward or train:loss, with save_period a multiple of val_period",
-    )
-    done.take("checkpointing.higher_is_better")
+    elif (
+        metric in ("val_reward", "val:reward", "val:accuracy")
+        and done.tree.get("data", {}).get("validation")
+        and save
+        and every
+        and save % every == 0
+    ):
+        done.put("checkpointing.metric_name", "val:reward")
+    else:
+        reason = "write val:reward or train:loss, with save_period a multiple of val_period"
+        done.leave_out("checkpointing.metric_name", reason)
+        done.take("checkpointing.higher_is_better")

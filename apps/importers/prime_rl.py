@@ -1,5 +1,4 @@
-"""Converts prime-rl: a TOML file for trainer, orchestrator and inference or for one of them, with `toml_files` below
-it.
+"""Converts prime-rl: a TOML file for trainer, orchestrator and inference or one of them, with `toml_files` below it.
 
 prime-rl's batch_size counts completions of a step; ours counts prompts.
 """
@@ -11,16 +10,7 @@ from typing import Any
 from paceline.apps.importers.conversion import Conversion, listed, plain, rest_or, whole
 from paceline.errors import SpecError
 
-ORCHESTRATOR = (
-    "batch_size",
-    "rollouts_per_example",
-    "group_size",
-    "sampling",
-    "environment",
-    "env",
-    "eval",
-    "buffer",
-)
+ORCHESTRATOR = ("batch_size", "rollouts_per_example", "group_size", "sampling", "environment", "env", "eval", "buffer")
 """Top-level names of an orchestrator's separate file."""
 TRAINER = ("optim", "scheduler", "loss")
 """Top-level names of a trainer's separate file."""
@@ -96,12 +86,10 @@ def _examples(done: Conversion) -> None:
 
 def _objective(done: Conversion) -> None:
     """Set the algorithm and the loss. Raises SpecError for those without a counterpart."""
-    sources = _tables(done.settings.get(SOURCES))
     teacher = done.take("orchestrator.algo.teacher.name")
+    algorithms = [_mapping(each.get("algo")) for each in _tables(done.settings.get(SOURCES))]
     kinds = {
-        str(kind)
-        for kind in (done.take("orchestrator.algo.type"), *(_mapping(each.get("algo")).get("type") for each in sources))
-        if kind
+        str(kind) for kind in (done.take("orchestrator.algo.type"), *(each.get("type") for each in algorithms)) if kind
     }
     if len(kinds) > 1:
         raise SpecError(
@@ -115,9 +103,7 @@ def _objective(done: Conversion) -> None:
     if kind == "opd":
         done.algorithm = "distillation"
         done.put("algorithm", "distillation")
-        teacher = teacher or next(
-            (_mapping(_mapping(each.get("algo")).get("teacher")).get("name") for each in sources), None
-        )
+        teacher = teacher or next((_mapping(each.get("teacher")).get("name") for each in algorithms), None)
         done.put("distillation.teacher_model_name", teacher)
         done.leave_out("orchestrator.algo.teacher.base_url", "the learner runs the teacher")
         return
@@ -130,11 +116,9 @@ def _objective(done: Conversion) -> None:
             f"trainer.loss.type {loss!r}: no objective here is the same; loss_fn.preset lists those there are"
         )
     done.put("loss_fn.preset", "dppo")
-    for theirs, ours in (
-        ("dppo_mask_low", "dppo_mask_low"), ("dppo_mask_high", "dppo_mask_high"), ("kl_tau", "dppo_square_penalty"),
-    ):  # fmt: skip
-        if (value := done.take(f"trainer.loss.{theirs}")) is not None:
-            done.put(f"loss_fn.{ours}", value)
+    done.move("trainer.loss.dppo_mask_low", "loss_fn.dppo_mask_low")
+    done.move("trainer.loss.dppo_mask_high", "loss_fn.dppo_mask_high")
+    done.move("trainer.loss.kl_tau", "loss_fn.dppo_square_penalty")
     oldest = done.take("orchestrator.max_off_policy_steps", done.take("max_off_policy_steps"))
     if isinstance(oldest, int):
         done.put("async_grpo.hard_max_age", oldest)
@@ -177,16 +161,11 @@ def _environments(done: Conversion) -> None:
     found = [(name, table) for name in ENVIRONMENTS for table in _tables(done.settings.get(name))]
     if "orchestrator.environment.id" in done.settings:
         found.append(("orchestrator.environment", {"id": done.settings["orchestrator.environment.id"]}))
-    done.used.update(name for name in done.settings if name.startswith(ENVIRONMENTS))
-    done.used.update(name for name in done.settings if name.startswith("orchestrator.eval.env"))
+    done.skip(*ENVIRONMENTS, "orchestrator.eval.env")
     for place, table in found:
-        within = _mapping(table.get("env"))
-        arguments = {
-            **_mapping(table.get("args")),
-            **_mapping(table.get("taskset")),
-            **_mapping(within.get("args")),
-            **_mapping(within.get("taskset")),
-        }
+        arguments: dict[str, Any] = {}
+        for section in (table, _mapping(table.get("env"))):
+            arguments |= _mapping(section.get("args")) | _mapping(section.get("taskset"))
         name = str(table.get("id") or arguments.get("id") or table.get("name") or "").lower()
         if "gsm8k" in name:
             arguments = GSM8K | arguments
@@ -210,10 +189,8 @@ def _mathematics(done: Conversion, name: str, arguments: dict[str, Any]) -> None
     if system := arguments.get("system_prompt"):
         done.put("data.system_prompt", system)
     answer = arguments.get("answer_key", "answer")
-    done.put(
-        "rewards",
-        [{"function": "math_accuracy"} | ({"kwargs": {"answer_column": answer}} if answer != "answer" else {})],
-    )
+    given = {"kwargs": {"answer_column": answer}} if answer != "answer" else {}
+    done.put("rewards", [{"function": "math_accuracy", **given}])
     done.notes.append(
         f"the environment {name!r} became the built-in reward math_accuracy; check prompt, answer and data set"
     )
@@ -233,8 +210,7 @@ def _optimizer(done: Conversion) -> None:
 
 
 def _model(done: Conversion) -> None:
-    checkpointing = [name for name in done.settings if f"{name}.".startswith("trainer.model.ac.")]
-    if checkpointing:
+    if checkpointing := [name for name in done.settings if f"{name}.".startswith("trainer.model.ac.")]:
         done.used.update(checkpointing)
         done.put("policy.activation_checkpointing", done.settings.get("trainer.model.ac") is not False)
     rank = done.take("trainer.model.lora.rank")

@@ -1,12 +1,11 @@
 """Reads the settings of a TRL script from its syntax tree, without running it.
 
-Literals, and names with one literal value in the script, become values; any other expression is kept as its text
-(`Unread`), for the report. A script that parses its command line (TrlParser) gets its settings from a command: the one
-that is given, else the first in its docstring.
+Literals, and names with one literal value in the script, become values; any other expression is reported as its text. A
+script that parses its command line (TrlParser) gets its settings from the command that is given, else from the first in
+its docstring.
 
 The script's reward functions become a file with the definitions, constants and imports that they use. Promise: the file
-imports nothing else, so a reward worker that loads it needs neither the training library nor a guard around
-`trainer.train()`.
+imports nothing else, so a reward worker can load it without the training library.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from paceline.apps.importers import shell
-from paceline.apps.importers.conversion import plain
+from paceline.apps.importers.conversion import plain, scalar
 from paceline.apps.importers.trl import BUILT_IN
 from paceline.errors import SpecError
 
@@ -62,12 +59,11 @@ class Script:
     settings: dict[str, Any]
     notes: list[str]
     files: dict[str, str] = field(default_factory=dict)
-    """Maps the name of each file to write beside the spec to its content: the script's reward functions."""
 
 
 def read_command(text: str, about: str) -> Script:
     """Return the settings of the first command of TRL in `text`, such as `trl grpo --model_name_or_path …`. Raises
-    SpecError if there is none; `about` names the text in it."""
+    SpecError without one; `about` names the text in the message."""
     command = _first_command(text)
     if not command:
         raise SpecError(f"{about} has no command such as `trl grpo --model_name_or_path …`")
@@ -117,21 +113,13 @@ def _options(words: list[str]) -> dict[str, Any]:
         if not given and name.startswith("no_"):
             values[name[3:]] = False
         else:
-            read = [_scalar(each) for each in given]
+            read = [plain(scalar(each)) for each in given]
             values[name] = read if len(read) > 1 else read[0] if read else True
     return values
 
 
-def _scalar(text: str) -> Any:
-    try:
-        return plain(yaml.safe_load(text))
-    except yaml.YAMLError:
-        return text
-
-
 def read_script(path: Path, command: str = "") -> Script:
-    """Return the settings of the script at `path`, run with `command`. Raises SpecError if it is not Python or has no
-    configuration of TRL that has a counterpart."""
+    """Return the settings of a script, run with `command`. Raises SpecError without Python or a known configuration."""
     if path.stat().st_size > MAX_BYTES:
         raise SpecError(f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration")
     try:
@@ -157,11 +145,10 @@ class _Reader:
 
     def read(self, command: str) -> Script:
         """Return the settings of the first configuration, and of the trainer and adapter beside it."""
-        walked = list(ast.walk(self._tree))
         if any(
             (isinstance(node, ast.Constant) and node.value in IMAGES)
             or (isinstance(node, ast.Name) and node.id in IMAGES)
-            for node in walked
+            for node in ast.walk(self._tree)
         ):
             raise SpecError(
                 f"{self._path} loads images or a model that takes them; samples with images cannot be trained"
@@ -210,15 +197,12 @@ class _Reader:
         raise SpecError(f"{self._path} has none of {', '.join(CONFIGS)}; name the script or the recipe that has one")
 
     def _command_line(self, command: str) -> dict[str, Any]:
-        """Return the settings of the command that is given, else of the first one in the docstring."""
         if command:
             settings, notes = _known(_options([word for each in shell.commands(command) for word in each]))
             self._notes += notes
             return settings
-        docstring = ast.get_docstring(self._tree) or ""
-        regions = re.findall(
-            r"^[ \t]*(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|uv run|trl) .*(?:\\\n.*)*", docstring, re.M
-        )
+        pattern = r"^[ \t]*(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|uv run|trl) .*(?:\\\n.*)*"
+        regions = re.findall(pattern, ast.get_docstring(self._tree) or "", re.M)
         first = next(filter(None, map(_first_command, regions)), None)
         if first is None:
             raise SpecError(
@@ -277,14 +261,9 @@ class _Reader:
         return rewards
 
     def _of_adapter(self, call: ast.Call) -> dict[str, Any]:
-        names = {
-            "r": "lora_r",
-            "lora_alpha": "lora_alpha",
-            "lora_dropout": "lora_dropout",
-            "target_modules": "lora_target_modules",
-        }
         found = self._keywords(call)
-        return {"use_peft": True} | {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
+        given = (name for name in ("r", "lora_alpha", "lora_dropout", "target_modules") if name in found)
+        return {"use_peft": True} | {f"lora_{name.removeprefix('lora_')}": found[name] for name in given}
 
     def _of_data(self) -> dict[str, Any]:
         call = next((each for each in self._calls if _name(each.func) == "load_dataset"), None)
@@ -293,10 +272,8 @@ class _Reader:
         words = self._keywords(call)
         name = words.get("data_files", self._value(call.args[0]))
         splits = words.get("split", "train")
-        found = {
-            "dataset_name": name,
-            "dataset_train_split": splits[0] if isinstance(splits, list) and splits else splits,
-        }
+        split = splits[0] if isinstance(splits, list) and splits else splits
+        found = {"dataset_name": name, "dataset_train_split": split}
         if len(call.args) > 1 or "name" in words:
             found["dataset_config"] = words.get("name", self._value(call.args[1]) if len(call.args) > 1 else None)
         maps = [each for each in self._calls if _name(each.func) in ("map", "filter", "rename_column", "select")]
@@ -360,8 +337,8 @@ def _name(node: ast.expr) -> str:
 
 
 def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tuple[str, list[str]]:
-    """Return the file's text for functions at the top of the script, and the names that they use but the script does
-    not define at its top. `text` is the script's source and `tree` its syntax tree."""
+    """Return the text of functions at the top of a script (`text`, parsed: `tree`), and the names that they use but the
+    script does not define at its top."""
     defined = dict(_definitions(tree))
     needed: set[int] = set()
     missing: list[str] = []
@@ -379,13 +356,13 @@ def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tupl
                     queue += _names_read(tree.body[index])
         elif not hasattr(builtins, name):
             missing.append(name)
-    future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    parts = [ast.unparse(node) for node in future]
+    parts = [
+        ast.unparse(each) for each in tree.body if isinstance(each, ast.ImportFrom) and each.module == "__future__"
+    ]
     for index in sorted(needed):
         node = tree.body[index]
         if isinstance(node, ast.Import | ast.ImportFrom):
-            node = _only(node, seen)
-            parts.append(ast.unparse(node))
+            parts.append(ast.unparse(_only(node, seen)))
         else:
             parts.append(_source(text, node))
     return "\n\n".join(parts) + "\n", sorted(missing)

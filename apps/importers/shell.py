@@ -1,8 +1,7 @@
 """Reads the commands of a shell script without running it: quotes, comments, continued lines, variables and arrays.
 
 Assignments, `export`, `declare` and `local` set variables, and `${NAME:-default}` takes its default if the script sets
-none. An expansion that only a run would know, such as `$(command)` and `$1`, stays as it is written, and `unresolved`
-finds it. `$HOME` and `$PWD` stay too.
+none. An expansion that only a run would know (`$(command)`, `$1`) stays as written, as do `$HOME` and `$PWD`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,10 @@ _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 KEPT = ("HOME", "PWD")
 """Variables that mean the same to whoever reads the spec."""
 NEWLINE = "\n"
-END = NEWLINE
 """Separator of commands among the words."""
 MAX_VALUE = 1 << 16
-"""Largest number of characters in a variable's value."""
 MAX_EXPANDED = 1 << 23
-"""Largest number of characters that all expansions of a script give together."""
+"""Largest number of characters that all expansions of a script give."""
 _KEYWORDS = ("if", "elif", "then", "else", "fi", "do", "done", "while", "until", "case", "esac", "!", "{", "}", "time")
 """Words after which a command begins."""
 _UNKNOWN = re.compile(r"\$\{#?(\w+)[^}]*\}|\$([A-Za-z_]\w*)|\$\(pwd\)|\$\(|\$[\d@*?#$!]|`")
@@ -43,11 +40,11 @@ _HEREDOC = re.compile(r"\d*<<-?[ \t]*(['\"]?)(\w+)\1")
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the words of each command in `text`, with the script's variables in their places. Raises SpecError for a
-    quote that is not closed, or a value of more than MAX_VALUE characters."""
+    """Return the words of each command in `text`, with variables expanded. Raises SpecError for a quote that is not
+    closed, or a value of more than MAX_VALUE characters."""
     found: list[list[str]] = [[]]
     for word in _Scanner(text, {}).words():
-        if word == END:
+        if word == NEWLINE:
             found.append([])
         else:
             found[-1].append(word)
@@ -68,12 +65,11 @@ class _Scanner:
         self._variables = variables
         self._at = 0
         self._expanded = 0
-        """Number of characters that expansions gave so far."""
         self._branches = 0
         """Number of `if` and `case` around the present place."""
 
     def words(self) -> Iterator[str]:
-        """Yield words with END after each command. Assignments are carried out, not yielded."""
+        """Yield words with NEWLINE after each command. Assignments are carried out, not yielded."""
         is_first, declares = True, False
         while self._at < len(self._text):
             letter = self._text[self._at]
@@ -81,7 +77,7 @@ class _Scanner:
                 self._at += 2
             elif letter in "\n;|&()":
                 self._at += 1
-                yield END
+                yield NEWLINE
                 is_first = True
             elif letter.isspace():
                 self._at += 1
@@ -107,17 +103,12 @@ class _Scanner:
                 yield from words
 
     def _skip_line(self) -> None:
-        end = self._text.find("\n", self._at)
-        self._at = len(self._text) if end < 0 else end
+        self._at = self._line_end(self._at)
 
     def _skip_heredoc(self, match: re.Match[str]) -> None:
         end = re.compile(rf"^\s*{match[2]}[ \t]*$", re.M).search(self._text, match.end())
-        self._text = (
-            self._text[: match.start()]
-            + " "
-            + self._text[match.end() : self._line_end(match.end())]
-            + (self._text[end.end() :] if end else "")
-        )
+        line = self._text[match.end() : self._line_end(match.end())]
+        self._text = f"{self._text[: match.start()]} {line}{self._text[end.end() :] if end else ''}"
 
     def _line_end(self, start: int) -> int:
         end = self._text.find("\n", start)
@@ -192,8 +183,8 @@ class _Scanner:
         self._at += 1
 
     def _expand(self, parts: list[str]) -> None:
-        """Append the value of the expansion at the present position to the last part. Further values of an array become
-        further parts."""
+        """Append the value of the expansion at the present place to the last part, further values of an array as new
+        parts."""
         if self._text.startswith("$((", self._at):
             end = self._closing("(", ")", self._at + 1)
             parts[-1] += self._computed(self._text[self._at + 3 : end - 2]) or self._text[self._at : end]

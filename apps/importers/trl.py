@@ -26,12 +26,10 @@ OPEN_R1 = (
     "code_format", "tag_count", "soft_overlong_punishment", "weighted_binary_code",
 )  # fmt: skip
 """Names of open-r1's other reward functions, which have no counterpart."""
-FRESH = ("weight_decay", "lr_scheduler_type", "save_steps")
-"""Settings whose defaults differ: TRL's value is written even if the configuration leaves it out."""
 DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500}
+"""TRL's defaults that differ from Paceline's; they are written even if the configuration leaves them out."""
 ONLY_GRPO = ("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "epsilon")
 PROMPT_TOKENS = 1024
-"""Number of tokens for the prompt if the configuration does not limit it."""
 
 
 def convert(settings: dict[str, Any], *, processes: int = 1, algorithm: str = "") -> Conversion:
@@ -125,13 +123,13 @@ def _fractions(done: Conversion) -> None:
 
 
 def _optimizer(done: Conversion) -> None:
-    first, second = done.take("adam_beta1", 0.9), done.take("adam_beta2", 0.999)
+    betas = [done.take("adam_beta1", 0.9), done.take("adam_beta2", 0.999)]
     if "adam_beta1" in done.settings or "adam_beta2" in done.settings:
-        done.put("policy.optimizer.betas", [first, second])
+        done.put("policy.optimizer.betas", betas)
     if str(done.settings.get("optim", "adamw")).startswith(("adamw", "OptimizerNames.ADAMW")):
         done.take("optim")
+    given = done.settings.get("lr_scheduler_kwargs")
     for name, key in (("min_lr_rate", "min_lr_ratio"), ("power", "power"), ("num_cycles", "num_cycles")):
-        given = done.settings.get("lr_scheduler_kwargs")
         if isinstance(given, dict) and name in given:
             done.take("lr_scheduler_kwargs")
             done.put(f"policy.scheduler.{key}", given[name])
@@ -185,8 +183,7 @@ def _objective(done: Conversion) -> None:
         done.leave_out("loss_type", "see loss_fn.preset for the objectives")
     if done.settings.get("vllm_importance_sampling_correction") is False:
         done.put("loss_fn.truncated_importance_sampling_ratio", None)
-        done.take("vllm_importance_sampling_mode")
-        done.take("vllm_importance_sampling_cap")
+        done.used |= {"vllm_importance_sampling_mode", "vllm_importance_sampling_cap"}
     done.take("vllm_importance_sampling_correction")
     done.notes.append(
         "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; 0 gives TRL's order"

@@ -94,15 +94,14 @@ def _objective(done: Conversion) -> None:
     done.put("async_grpo.max_trajectory_age_steps", 0)
     correction = "algorithm.rollout_correction."
     if done.settings.get(f"{correction}rollout_is") is None:
-        done.used.update(name for name in done.settings if name.startswith(correction))
+        done.skip(correction)
         if done.settings.get(f"{ACTOR}.tis_imp_ratio_cap") is None:
             done.put("loss_fn.truncated_importance_sampling_ratio", None)
     estimator = str(done.take("algorithm.adv_estimator", "gae"))
     by_std = done.take("algorithm.norm_adv_by_std_in_grpo", True)
-    if estimator == "grpo":
-        done.put("grpo.advantage", "trl" if by_std else "dr_grpo")
-    elif estimator in ADVANTAGES:
-        done.put("grpo.advantage", ADVANTAGES[estimator])
+    advantages = {**ADVANTAGES, "grpo": "trl" if by_std else "dr_grpo"}
+    if estimator in advantages:
+        done.put("grpo.advantage", advantages[estimator])
     else:
         done.leave_out("algorithm.adv_estimator", "see grpo.advantage for the estimators")
     in_loss, in_reward = done.take(f"{ACTOR}.use_kl_loss"), done.take("algorithm.use_kl_in_reward")
@@ -123,10 +122,7 @@ def _objective(done: Conversion) -> None:
 
 
 def _rewards(done: Conversion) -> None:
-    path, name = (
-        done.take("custom_reward_function.path"),
-        done.take("custom_reward_function.name", "compute_score"),
-    )
+    path, name = done.take("custom_reward_function.path"), done.take("custom_reward_function.name", "compute_score")
     model = done.take("reward_model.model.path") if done.take("reward_model.enable") else None
     if model:
         done.put("rewards", [{"function": "reward_model", "kwargs": {"path": model}}])
@@ -170,11 +166,8 @@ def _trainer(done: Conversion) -> None:
 
 
 def _data(done: Conversion) -> None:
-    prefix = "data.apply_chat_template_kwargs."
-    arguments = {name.removeprefix(prefix): done.take(name) for name in list(done.settings) if name.startswith(prefix)}
-    if arguments:
+    if arguments := done.take_below("data.apply_chat_template_kwargs."):
         done.put("data.chat_template_kwargs", arguments)
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
-        files = listed(done.take(theirs))
-        if files:
+        if files := listed(done.take(theirs)):
             done.put(ours, files[0] if len(files) == 1 else files)

@@ -111,8 +111,8 @@ def main(
 
 @contextlib.contextmanager
 def _recorder(folder: Path | None, model: str, label: str, max_mb: int) -> Iterator[TraceLog | None]:
-    """Yield the recorder of traces in a folder; None without a folder. Traces name the version of a registered `model`, else the
-    `label`. Raises Conflict while another process writes there."""
+    """Yield the recorder of traces in a folder; None without one. Traces name the version of a registered `model`, else
+    the `label`. Raises Conflict while another process writes there."""
     if folder is None:
         yield None
         return

@@ -1,7 +1,6 @@
 """`paceline serve model`: serve an engine with one model's weights through the endpoint of a rollout worker.
 
-Promise: nothing trains beside it, so the endpoint's clients get the whole engine, and the model never changes: its version is
-0.0 until the process ends.
+Promise: nothing trains beside it, and the model never changes: its version is 0.0 until the process ends.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from paceline.services.rollout.openai.server import Endpoint, Gate, Recorder
 from paceline.spec import RunSpec
 
 QUEUE = 256
-"""Largest number of running and waiting sequences together, as a multiple of the number that the engine decodes at a
-time."""
+"""Largest number of running and waiting sequences, as a multiple of those that the engine decodes at a time."""
 
 
 @dataclass
@@ -35,7 +33,6 @@ class ServedModel:
     params: SamplingParams
 
     async def generate_external(self, request: GenerationRequest) -> Completion:
-        """See `Served.generate_external`."""
         return await self.engine.generate(request)
 
 

@@ -1,16 +1,14 @@
-"""Writes traces of a served model: every answered request, and again those that got feedback, as rows that training
-reads.
+"""Writes traces of a served model: every answered request, and again those that got feedback, as rows for training.
 
     requests-000001.jsonl   every choice that was sent, with `final_reward` null
     rated-000001.jsonl      the whole row again, with its score as `final_reward`
 
-With a storage key each row is encrypted (`paceline/files/line_file.py`); training and `paceline traces` read the files
-with the same key.
+With a storage key each row is encrypted (`paceline/files/line_file.py`), and readers need the same key.
 
 Promise: the folder stays below its size limit; the oldest files are removed. A request is written before its answer is
-sent, feedback before it is confirmed; both survive the end of the process, not a power cut. Feedback counts once:
-repeating the same score changes nothing, another score is refused. One thread writes; only requests under way wait for
-it, and their number is bounded.
+sent, feedback before it is confirmed; both survive the end of the process, not a power cut. Feedback counts
+once: the same score again changes nothing, another score is refused. One thread writes; only requests under way, a
+bounded number, wait for it.
 """
 
 from __future__ import annotations
@@ -40,9 +38,8 @@ NAME = re.compile(r"(requests|rated)-(\d{6,})\.jsonl")
 PARTS = 16
 """Number of files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
 SCORE_BYTES = 32
-"""Number of bytes reserved for the score in a row."""
 MAX_OPEN = 100_000
-"""Only this many of the newest choices can get feedback."""
+"""Number of the newest choices that can get feedback."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 Key = tuple[str, int]
@@ -51,8 +48,6 @@ ResultT = TypeVar("ResultT")
 
 @dataclass
 class _Choice:
-    """A choice that can get feedback."""
-
     file: Path
     offset: int
     score: float | None = None
@@ -62,27 +57,25 @@ class TraceLog:
     """The traces of one model in a folder. The caller makes sure that no other process writes there."""
 
     def __init__(self, folder: Path, model: str, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        """`model` names the model in every row. `clock` gives seconds since 1970. Raises OSError, or WrongKey for traces under another
-        storage key."""
+        """`clock` gives seconds since 1970. Raises OSError, or WrongKey for traces under another storage key."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._model, self._max_bytes, self._clock = folder, model, max_bytes, clock
         self._open: OrderedDict[Key, _Choice] = OrderedDict()
         self._files: dict[str, LineWriter] = {}
         self._key = storage_key()
         self._file_room = max_bytes // PARTS - (0 if self._key is None else HEADER_BYTES)
-        """Largest number of bytes that the rows of a file take."""
         self._thread = ThreadPoolExecutor(1, "traces")
         self._read_earlier()
 
     async def record(self, answer_id: str, rows: Sequence[Json]) -> None:
-        """See `Recorder`. A disk error loses the traces, not the answer, and is logged."""
+        """A disk error loses the traces, not the answer, and is logged."""
         try:
             await self._run(lambda: self._record(answer_id, rows))
         except OSError as error:
             seldom.warning("traces", "requests cannot be written to %s: %s", self._folder, error)
 
     async def rate(self, feedback: FeedbackAsk) -> Json:
-        """See `Recorder`. `duplicate` in the answer is true if the same feedback was recorded before."""
+        """`duplicate` in the answer is true if the same feedback was recorded before."""
         try:
             is_duplicate = await self._run(lambda: self._rate(feedback))
         except OSError as error:
@@ -148,7 +141,6 @@ class TraceLog:
             raise
 
     def _next_file(self, kind: str) -> LineWriter:
-        """Begin the next file of this kind, and remove the oldest files until there is room."""
         if kind in self._files:
             self._files.pop(kind).close()
         numbers = [number for number, _ in self._parts(kind)]
@@ -170,12 +162,10 @@ class TraceLog:
             path.unlink()
 
     def _parts(self, kind: str) -> list[tuple[int, Path]]:
-        """Return number and path of the files of a kind, oldest first."""
         matches = [(NAME.fullmatch(path.name), path) for path in self._folder.iterdir()]
         return sorted((int(match[2]), path) for match, path in matches if match and match[1] == kind)
 
     def _read(self, choice: _Choice) -> Json | None:
-        """Return the row of a choice; None when its file is gone."""
         try:
             with LineReader(choice.file, self._key) as file:
                 row: Json = json.loads(file.read_at(choice.offset))

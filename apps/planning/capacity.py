@@ -1,9 +1,8 @@
-"""Splits a number of GPUs between learner and engines, and estimates the resulting step.
+"""Splits a number of GPUs between learner and engines, and estimates the resulting step. Pure.
 
 Every split is tried: as many learner ranks as the memory plan has room for, and engines on the other GPUs. With η > 0
 generation and training overlap, so a step takes the longer of the two; with η = 0, or if both share one GPU, it takes
-their sum. The split with the shortest step wins; among equals, the one with fewer ranks. Pure: reads nothing of this
-machine.
+their sum. The split with the shortest step wins; among equals, the one with fewer ranks.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ SEQUENCES_OF_ENGINE = 1_024
 """Largest number of sequences that one vLLM engine runs at a time, even if its cache has room for more."""
 
 SPLIT_SHARE = 0.85
-"""Speed of each GPU if an engine has several GPUs, as a share of a GPU's speed if the engine has only one. Unmeasured.
-"""
+"""Assumed speed of each GPU of an engine with several, as a share of a single GPU's. Unmeasured."""
 
 TOKEN_BYTES = 12
 """Number of bytes of a token that passes through the coordinator: its id, log-probability and text."""
 
 MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
-"""Measured commits of a coordinator on two cores, in a second: number of groups of 100 kB, and MB in groups of 400 kB
+"""Measured commits of a coordinator on two cores in a second: number of groups of 100 kB, and MB in groups of 400 kB
 (docs/operate/performance.md)."""
 
 ENGINE_SIZES = (1, 2, 4, 8)
@@ -137,10 +135,8 @@ def plan_capacity(
     prompt_tokens: float | None = None,
     completion_tokens: float | None = None,
 ) -> Capacity:
-    """Return the best split. Raises SpecError with the reason if none fits, InvalidInput for impossible lengths.
-
-    `price` is that of one GPU for an hour.
-    """
+    """Return the best split; `price` is that of one GPU for an hour. Raises SpecError with the reason if none fits,
+    InvalidInput for impossible lengths."""
     best: Capacity | None = None
     reasons: list[str] = []
     for ranks, engines, gpus, is_shared in splits(spec, processor, number):
@@ -228,7 +224,6 @@ def _capacity(
 
 
 def _sequences(spec: RunSpec, memory: Plan, work: Work, processor: Processor) -> float:
-    """Return the number of sequences of mean length that one engine has room for."""
     if memory.cached_tokens is None:
         return float(spec.policy.generation.batch_size(on_gpu=processor.is_gpu))
     return min(memory.cached_tokens / (work.prompt_tokens + work.completion_tokens), SEQUENCES_OF_ENGINE)

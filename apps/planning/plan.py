@@ -1,5 +1,4 @@
-"""`paceline plan`: estimate a run's memory on each device, whether the run fits, keys that make it fit, and its speed
-on GPUs."""
+"""`paceline plan`: estimate a run's memory, whether it fits, keys that make it fit, and its speed on GPUs."""
 
 from __future__ import annotations
 
@@ -96,11 +95,7 @@ def plan(
 
 
 def _print_plan(spec: RunSpec, made: Plan, chosen: list[str], why_not: str) -> None:
-    shape, ranks, longest = (
-        made.estimate.shape,
-        spec.cluster.learner_ranks,
-        spec.policy.max_total_sequence_length,
-    )
+    shape, ranks, longest = made.estimate.shape, spec.cluster.learner_ranks, spec.policy.max_total_sequence_length
     for line in filter(None, chosen):
         click.echo(line)
     click.echo(f"model of {shape.parameters / 1e6:,.0f} M parameters, {shape.layers} layers")

@@ -1,17 +1,14 @@
-"""Describes processors by name: memory, and rates that they reach in generation and training.
+"""Describes processors by name: memory, and rates that they reach in generation and training. Pure.
 
-Peaks are from NVIDIA's data sheets (dense bfloat16, without sparsity). The part of a peak that this code reaches is
-marked with the place and date of its measurement; GPUs are unmeasured, so theirs are usual values of well-tuned engines
-and learners.
+Peaks are from NVIDIA's data sheets (dense bfloat16, without sparsity). The share of a peak that this code reaches has
+the place and date of its measurement; GPUs are unmeasured: theirs are usual values of well-tuned software.
 
-Seconds of generation and training follow a roofline: operations and bytes by rates, and overheads by their number.
-Pure.
-
+Seconds follow a roofline, with overheads by their number:
 seconds = max(operations / flops_per_s, bytes / bytes_per_s) + Σ number × seconds each
 
-Decoding computes 2 operations for each weight and sequence and reads every weight once a step, whatever the number of sequences;
-keys and values are read for each (Pope et al. 2022, arXiv 2211.05102, section 2). Operations of training are those of
-`paceline/models/shape.py`.
+Decoding computes 2 operations for each weight and sequence and reads every weight once a step, whatever the number of
+sequences; keys and values are read for each (Pope et al. 2022, arXiv 2211.05102, section 2). Operations of training are
+those of `paceline/models/shape.py`.
 """
 
 from __future__ import annotations
@@ -39,14 +36,12 @@ class Rates:
     """Number of bytes of a weight, and of an element of keys and values."""
 
     def seconds(self, terms: Mapping[str, float]) -> float:
-        """Return the seconds of the counted terms."""
         roof_s = max(terms["flops"] / self.flops_per_s, terms.get("bytes", 0.0) / self.bytes_per_s)
         return roof_s + sum(terms[name] * each_s for name, each_s in self.each_s.items())
 
 
 def active_parameters(shape: ModelShape) -> float:
-    """Return the number of weights that a token passes through: with the head, without the embedding, which is a
-    look-up."""
+    """Return the number of weights that a token passes through: with the head, without the embedding (a look-up)."""
     layer = 2 * shape.hidden * (shape.attention + shape.key_value) + 3 * shape.hidden * shape.mlp
     return shape.layers * layer + shape.embedding
 
@@ -85,12 +80,10 @@ def training_terms(shape: ModelShape, work: Work) -> Terms:
 
 
 def generation_seconds(shape: ModelShape, work: Work, rates: Rates, slots: float) -> float:
-    """Return the seconds for one engine to sample a batch."""
     return rates.seconds(generation_terms(shape, work, slots, rates.width))
 
 
 def training_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
-    """Return the seconds for one rank to train a batch."""
     return rates.seconds(training_terms(shape, work))
 
 
@@ -101,7 +94,6 @@ class Work:
     groups: int
     """Number of groups; for a run on examples, of examples."""
     completions: int
-    """Number of completions of a group."""
     prompt_tokens: float
     completion_tokens: float
     micro_batch_tokens: int
@@ -134,12 +126,10 @@ PREFILL_SHARE = 0.50
 """Assumed share of the peak operations that generation reaches when operations limit it. Unmeasured."""
 
 LAUNCH_S = 5e-6
-"""Seconds that a decoder layer takes in a decoding step in addition to its roofline time, with CUDA graphs. Unmeasured.
-"""
+"""Seconds that a decoder layer adds to its roofline time in a decoding step, with CUDA graphs. Unmeasured."""
 
 STATE_BYTES_MOVED = 32
-"""Number of bytes that an AdamW step reads and writes for each parameter: weight, gradient and two moments in float32.
-"""
+"""Bytes that an AdamW step moves for each parameter: weight, gradient and two moments in float32."""
 
 UNMEASURED = "unmeasured"
 

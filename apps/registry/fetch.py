@@ -1,8 +1,7 @@
 """`paceline models fetch` and `paceline models push`: bring a version's verified files to this machine or to the hub.
 
-`verified_model` yields the model that `paceline serve model` serves. Promise: a version that is named by its reference is not
-served unless all its files are as registered and signed. A version in an object store is copied first; the copy is verified and
-served, and removed at the end.
+`verified_model` yields the model that `paceline serve model` serves. Promise: a version is served only if all its files
+are as registered and signed. From an object store, a copy is verified, served and removed at the end.
 """
 
 from __future__ import annotations
@@ -163,8 +162,8 @@ def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -
 def verified_model(model: str, directory: Path, public_key: Path | None, *, required: bool) -> Iterator[str]:
     """Yield the model to serve: for NAME:VERSION and NAME@ALIAS the verified folder, for any other text this text.
 
-    A fetched folder is verified too if a key is given. With `required`, a model without a signature is refused. Raises
-    UsageError for a registered model without a key, DataError, which names the file that differs, or NotFound.
+    A fetched folder is verified too if a key is given; with `required`, a model without a signature is refused. Raises
+    UsageError for a registered model without a key, DataError naming the file that differs, or NotFound.
     """
     with contextlib.ExitStack() as stack:
         is_files = "://" in model or (Path(model).expanduser() / "config.json").is_file()
@@ -192,7 +191,6 @@ def verified_model(model: str, directory: Path, public_key: Path | None, *, requ
 
 
 def _check_fetched(folder: Folder, public_key: Path) -> None:
-    """Verify a registered folder that this machine has no record of."""
     from paceline.apps.registry.folder import verify_folder
 
     if folder.local is None:

@@ -49,7 +49,6 @@ class Contents:
     statement: Json
     statement_sha256: str
     evaluations: tuple[Json, ...]
-    """Results of the evaluations, without samples."""
     verdicts: tuple[Json, ...]
 
     @property
@@ -60,7 +59,6 @@ class Contents:
 @dataclass(frozen=True)
 class Sources:
     export: Folder
-    """The exported model."""
     evaluations: Sequence[Path] = ()
     """Folders, or result files in them, that `paceline eval` has written."""
     verdicts: Sequence[Path] = ()
@@ -74,8 +72,8 @@ class Sources:
 def make_folder(
     into: Path, sources: Sources, name: str, version: int, lineage: Lineage, parent: str, key: Path
 ) -> Contents:
-    """Fill the empty folder `into` and sign it. Raises NotFound, DataError if evaluations or verdicts do not belong to
-    these files, Conflict if the export is itself a registered folder."""
+    """Fill the empty folder `into` and sign it. Raises NotFound, DataError if evaluations or verdicts are of other
+    files, Conflict if the export is itself a registered folder."""
     export = _copy_export(sources.export, into)
     earlier = (into / CARD).read_text(errors="replace") if CARD in export else ""
     for number, path in enumerate(sources.evaluations):
@@ -123,8 +121,8 @@ def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
 
 
 def copy_folder(source: Folder, into: Path) -> None:
-    """Copy all files of a folder or URL into a local folder. Raises NotFound without files, DataError for an unreadable
-    one."""
+    """Copy all files of a folder or URL into a local folder. Raises NotFound without files, DataError for unreadable
+    ones."""
     names = source.files() if source.exists() else {}
     if not names:
         raise NotFound(f"{source} has no files: the model's folder was removed, or this machine cannot reach it")
@@ -273,7 +271,6 @@ def _body(
 
 
 def _earlier(text: str) -> list[str]:
-    """Return the text of the export's card, without its front matter, under a heading."""
     from huggingface_hub import ModelCard
 
     if not text.strip():

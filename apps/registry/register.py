@@ -1,5 +1,4 @@
-"""`paceline models register`: make the folder of a version with the lineage from the run's records, sign it, move it into
-the store, and record it."""
+"""`paceline models register`: make a version's folder with its lineage, sign it, store it and record it."""
 
 from __future__ import annotations
 
@@ -19,13 +18,7 @@ from paceline.files.storage import Folder
 from paceline.models.export_origin import Origin, check_origin, origin_of
 from paceline.models.registered import check_name
 from paceline.services.cli import render
-from paceline.services.cli.recorded.source import (
-    Source,
-    changing_models_of,
-    models_of,
-    records_of_run,
-    source_options,
-)
+from paceline.services.cli.recorded.source import Source, changing_models_of, models_of, records_of_run, source_options
 from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option
 from paceline.spec.reading import spec_of_run, spec_to_yaml
@@ -35,8 +28,7 @@ if TYPE_CHECKING:
     from paceline.v1.registry_pb2 import RegisteredModel
 
 NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
-"""Errors after which the version is certainly not recorded. After any other error the version may be recorded, so its
-files stay."""
+"""Errors after which the version is certainly not recorded. After any other error its files stay."""
 NAMELESS = (
     "these files name no run: they were converted since, or come from elsewhere; their lineage rests on --run and --step "
     "alone"
@@ -185,9 +177,8 @@ def lineage_of(
 ) -> tuple[Lineage, str]:
     """Return the lineage of a run's model after `step` steps, and the run's resolved spec.
 
-    `origin` is what the exported files say; the records must agree with it. The default of `step` is the origin's, else that
-    in the name of the `export` (step-N), else the run's last one. Raises NotFound, InvalidInput, or Conflict if files and records
-    disagree.
+    `origin` is what the exported files say. `step` defaults to the origin's, else that in the name of the `export`
+    (step-N), else the run's last one. Raises NotFound, InvalidInput, or Conflict if files and records disagree.
     """
     run = source.get(run_id)
     trained, spec_yaml = int(run.step), str(run.spec_yaml)

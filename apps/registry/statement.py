@@ -1,12 +1,10 @@
-"""Makes the in-toto statement of a registered model (the digest of every file, and the model's origin) and its
-signature.
+"""Makes the in-toto statement of a registered model (the digest of every file, the model's origin), and its signature.
 
 The layout is in-toto's Statement v1 (https://github.com/in-toto/attestation/blob/main/spec/v1/statement.md): `subject`
 lists the files of the folder, `predicate` holds Paceline's facts.
 
-`model-signing` makes the signatures with a key pair: no network, no certificate. Promise: the signature covers every
-file of the folder except itself; a file that was changed, added or removed is refused by name. Keys are elliptic
-(P-256) in PEM.
+`model-signing` signs with a key pair (P-256, in PEM): no network, no certificate. Promise: the signature covers every
+file of the folder except itself; a file that was changed, added or removed is refused by name.
 """
 
 from __future__ import annotations
@@ -68,8 +66,8 @@ def make_statement(
     export: Mapping[str, str],
     files: Mapping[str, str],
 ) -> Json:
-    """Return the statement on a folder. `export` maps the name of each exported file to its SHA-256; `files` maps the
-    name of each file in the folder to its SHA-256."""
+    """Return the statement on a folder. `export` and `files` map the name of each exported file, and of each file in
+    the folder, to its SHA-256."""
     run = {key: value for key, value in vars(lineage).items() if key != "batches"}
     return {
         "_type": TYPE,
@@ -104,8 +102,7 @@ def subjects(statement: Json) -> dict[str, str]:
 
 
 MISMATCH = re.compile(r"Hash mismatch for \\?'(.+?)\\?':")
-"""Pattern that finds a file's name in model-signing's message. The quotes there depend on the digests in the message.
-"""
+"""Pattern of a file's name in model-signing's message, whose quotes depend on the digests."""
 REMEDY = "pip install 'paceline[registry]'"
 
 
@@ -128,8 +125,8 @@ def make_key(path: Path) -> Path:
 
 
 def sign(folder: Path, private_key: Path) -> None:
-    """Sign all files of a folder. Raises InvalidInput without the package or for an invalid key, NotFound without
-    the key file."""
+    """Sign all files of a folder. Raises InvalidInput without the package or for an invalid key, NotFound without a
+    key."""
     signing, _, hashing = _packages()
     _check_file(private_key, "--signing-key")
     try:

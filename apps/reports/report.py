@@ -1,5 +1,4 @@
-"""`paceline report RUN` writes one self-contained HTML file about a run, `paceline plot RUN... [METRIC...]` the curves
-of runs as one page. Both work with or without a coordinator."""
+"""`paceline report RUN`: one self-contained HTML file about a run; `paceline plot RUN... [METRIC...]`: its curves."""
 
 from __future__ import annotations
 
@@ -88,10 +87,9 @@ def _divided(words: tuple[str, ...], directory: Path, coordinator: str | None) -
 
 
 SHOWN = 6
-"""Number of best and of worst completions shown of the last step."""
+"""Number of the last step's best, and of its worst, completions that are shown."""
 
 MAX_TEXT = 20_000
-"""Largest number of characters that are shown of a completion."""
 WARNINGS = 200
 
 

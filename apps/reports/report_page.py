@@ -1,5 +1,4 @@
-"""Writes one HTML file that draws blocks of text, tables and charts with the dashboard's modules and uPlot. The file
-loads nothing.
+"""Writes one HTML file that draws text, tables and charts with the dashboard's modules and uPlot, and loads nothing.
 
 Promise: text from models and strangers stays text. It is data of the page (JSON), becomes text nodes only, and the
 content security policy runs no script but the page's, identified by its digest.
@@ -32,8 +31,7 @@ Block = list[Any]
 
 
 class RunCurves(NamedTuple):
-    """The metrics of a run: a row for each step and for each evaluation. A row has `step`, and maps names of metrics to
-    values."""
+    """A row for each step and for each evaluation of a run: `step`, and values by metric."""
 
     run_id: str
     state: str
@@ -75,9 +73,8 @@ def curves_page(runs: Sequence[RunCurves]) -> str:
 
 
 def curve_blocks(runs: Sequence[RunCurves], *, tabled: bool = False) -> list[Block]:
-    """Return the blocks with a chart for each metric that the runs have. The charts are grouped by the parts of the
-    table of metrics, and each run has the same colour in all of them. If `tabled`, a table instead of charts has the
-    metrics that never moved."""
+    """Return the blocks with a chart for each metric, grouped as in the table of metrics; each run has one colour. If
+    `tabled`, metrics that never moved have a row of a table instead."""
     blocks: list[Block] = []
     constant: list[list[str]] = []
     for kind, rows in (("train", [run.steps for run in runs]), ("eval", [run.evaluations for run in runs])):
@@ -99,8 +96,7 @@ def _is_still(line: dict[str, Any]) -> bool:
 
 
 def _by_part(kind: str, names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return the names of metrics, grouped by the parts of the table of metrics and in the order of the table. Names
-    without an entry there come last."""
+    """Return the names of metrics by the parts of the table of metrics, in its order; names that it lacks come last."""
     order = {metric: (p, i) for p, part in enumerate(PARTS) for i, metric in enumerate(part.metrics)}
     placed: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
@@ -124,14 +120,14 @@ def _figure(kind: str, name: str, runs: Sequence[RunCurves], curves: Sequence[li
 
 
 def line(label: str, places: Sequence[Point], **options: Any) -> dict[str, Any]:
-    """Return a line of a chart, with gaps for values that are not finite. `options` are the options that the
-    dashboard's charts.js has for a line."""
+    """Return a line of a chart, with gaps for values that are not finite. `options`: of a line in the dashboard's
+    charts.js."""
     ys = [y if math.isfinite(y) else None for _, y in places]
     return {"label": label, "xs": [x for x, _ in places], "ys": ys, **options}
 
 
 def points(rows: Sequence[Row], name: str) -> list[Point]:
-    """Return (step, value) for the rows that have a finite number."""
+    """Return (step, value) for the rows with a finite number."""
     found = [(float(row["step"]), float(row[name])) for row in rows if _is_finite(row.get(name))]
     if len(found) <= MAX_POINTS:
         return found

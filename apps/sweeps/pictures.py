@@ -1,5 +1,4 @@
-"""Draws the charts of a sweep in one HTML page that loads nothing: history, importance, slices, parallel coordinates,
-and the curves of the trials. Pure except for the importance, which Optuna computes."""
+"""Draws the charts of a sweep in one HTML page that loads nothing. Pure, except that Optuna computes the importance."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     import optuna
 
 GREY = 7
-"""Index of the page's grey colour."""
 FADED = 0.85
 """Paleness of the worst trial's line, from 0 to 1."""
 Figure = dict[str, Any]
@@ -35,7 +33,6 @@ class Ended(NamedTuple):
 
 
 def trials_of(study: optuna.Study) -> list[Ended]:
-    """Return the trials of a study, except those that wait for their start."""
     return [
         Ended(
             each.number, each.state.name, dict(each.params), str(each.user_attrs.get("run_id", "")),
@@ -48,7 +45,7 @@ def trials_of(study: optuna.Study) -> list[Ended]:
 
 
 MIN_TRIALS = 4
-"""Importances are computed if at least this many trials are completed."""
+"""Number of completed trials from which on importances are computed."""
 
 
 def importances(study: optuna.Study) -> dict[str, float]:

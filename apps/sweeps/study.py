@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 JOURNAL = "journal.log"
 TOKEN, SPACE, RUN, MESSAGE = "token", "space", "run_id", "message"
-"""Names of the attributes of a study, and of a trial."""
 ENDED = ("COMPLETE", "PRUNED", "FAIL")
 
 
@@ -31,8 +30,7 @@ class SweepStudy:
 
     def __init__(self, folder: Path, sweep: Sweep, *, read_only: bool = False):
         """Open the study of `folder`, or begin it; `read_only` only opens it, beside a process that writes. Raises
-        Conflict if the study has another search, NotFound if a study to be read does not exist, PacelineError
-        without Optuna."""
+        Conflict if the study has another search, NotFound without a study to read, PacelineError without Optuna."""
         _check_optuna()
         import optuna
 
@@ -61,7 +59,6 @@ class SweepStudy:
         self._distributions = {key: self._distribution(part) for key, part in sweep.search.items()}
 
     def run_name(self, number: int) -> str:
-        """Return the name of a trial's run; it is unique on this coordinator."""
         return f"{self.sweep.name}-{self.study.user_attrs[TOKEN]}-t{number}"
 
     def open_trials(self) -> list[Trial]:
@@ -72,7 +69,6 @@ class SweepStudy:
         return [self._trial(each._trial_id) for each in self.study.get_trials(deepcopy=False, states=(running,))]
 
     def num_ended(self) -> int:
-        """Return the number of trials whose outcome is recorded."""
         return len([each for each in self.study.get_trials(deepcopy=False) if each.state.name in ENDED])
 
     def ask(self) -> Trial:
@@ -82,14 +78,13 @@ class SweepStudy:
         return self._trial(self.study.ask()._trial_id)
 
     def best(self) -> optuna.trial.FrozenTrial | None:
-        """Return the best completed trial; None while there is none."""
         import optuna
 
         complete = optuna.trial.TrialState.COMPLETE
         return self.study.best_trial if self.study.get_trials(deepcopy=False, states=(complete,)) else None
 
     def _trial(self, trial_id: int) -> Trial:
-        """Return a trial with a value for each key; draws those that are missing because the process was killed before."""
+        """Return a trial with a value for each key; draw the values that a killed process has not drawn."""
         import optuna
 
         trial = optuna.trial.Trial(self.study, trial_id)
@@ -131,22 +126,17 @@ class SweepStudy:
 
 
 class Trial:
-    """One trial without an outcome."""
-
     def __init__(self, study: SweepStudy, trial: optuna.Trial, values: Mapping[str, Value]):
-        """Only SweepStudy makes trials."""
         self._study, self._trial = study, trial
         self.values = dict(values)
-        """Value of each key."""
 
     @property
     def number(self) -> int:
-        """Number of the trial, from 0."""
         return self._trial.number
 
     @property
     def run_id(self) -> str:
-        """Id of its run; empty while none is recorded."""
+        """Id of the trial's run; empty while none is recorded."""
         return str(self._trial.user_attrs.get(RUN, ""))
 
     def set_run(self, run_id: str) -> None:
@@ -170,7 +160,6 @@ class Trial:
         self._study.study.tell(self.number, state=optuna.trial.TrialState.PRUNED)
 
     def fail(self, message: str) -> None:
-        """Record that the trial has no value, and why."""
         import optuna
 
         self._trial.set_user_attr(MESSAGE, message[:500])
@@ -178,8 +167,8 @@ class Trial:
 
 
 def _no_lock(path: Path) -> Any:
-    """Return a lock for the journal that does nothing. Optuna's lock is a file that stays when its process is killed,
-    and blocks the next process; here the caller's lock on the folder keeps other processes out."""
+    """Return a lock that does nothing. Optuna's lock file outlives a killed process and blocks the next; the caller's
+    lock on the folder suffices."""
     from optuna.storages.journal import JournalFileOpenLock
 
     class NoLock(JournalFileOpenLock):

@@ -223,8 +223,7 @@ class Trials:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def _is_stuck(self, run_id: str, event: Event) -> bool:
-        """Return whether a run is paused because of a fault. Two kinds of pause do not count, because they may still
-        end: a person's pause, which has no message, and a pause that is retried."""
+        """Return whether a fault paused a run; a person's pause (no message) and one that is retried do not count."""
         if event.content.get("retried"):
             return False
         facts = render.run_facts(self._coordinator.get(run_id))

@@ -5,9 +5,8 @@ with its file and number.
 
 An entry of the library verifiers (0.2 and later, `traces.jsonl`) is one rollout: a graph of messages (`nodes`, each
 with its parent), and rewards with weights. If its nodes have tokens, masks and log-probabilities, the row has them as
-those of the behaviour policy; otherwise the row is text.
-
-Promise: only rollouts of one answer become traces, because a trace has one prompt; others are left out and counted.
+those of the behaviour policy; otherwise the row is text. Only rollouts of one answer become traces, because a trace has
+one prompt; others are left out and counted.
 """
 
 from __future__ import annotations
@@ -18,16 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.traces.spans import (
-    Json,
-    Score,
-    Unusable,
-    events_of,
-    is_telemetry,
-    rows_of_span,
-    score_of,
-    spans_of,
-)
+from paceline.apps.traces.spans import Json, Score, Unusable, events_of, is_telemetry, rows_of_span, score_of, spans_of
 from paceline.data.json_rows import parse_line
 from paceline.errors import DataError, Unreadable
 from paceline.host.regular_file import open_regular
@@ -53,8 +43,7 @@ class ConversionReport:
 
 
 class Scores:
-    """Scores of responses, found by the id of the span or of the response. If a name has several scores, the last one
-    counts."""
+    """Scores of responses by the id of the span or of the response; of several with one name the last counts."""
 
     def __init__(self, scores: Iterable[Score], names: Sequence[str]) -> None:
         """`names` choose evaluations, whose values are added up; default: the only evaluation. Raises DataError."""

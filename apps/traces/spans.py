@@ -1,11 +1,10 @@
-"""Converts OpenTelemetry spans of model calls to traces, by the semantic conventions for generative AI (1.37 and
-later).
+"""Converts OpenTelemetry spans of model calls to traces, by the conventions for generative AI (1.37 and later).
 
-Files are JSON lines: OTLP (`resourceSpans`, `resourceLogs`), as the collector's and the SDKs' file exporters write it, or one
-span on each line, as the Python SDK prints it (`ReadableSpan.to_json`). These attributes of a span, or of its event
-`gen_ai.client.inference.operation.details`, are read, structured or as JSON: `gen_ai.input.messages`, `gen_ai.output.messages`,
-`gen_ai.system_instructions` and `gen_ai.tool.definitions`. Scores come from events `gen_ai.evaluation.result`, by the span's id or
-the response's. Source: opentelemetry.io/docs/specs/semconv/gen-ai.
+Files are JSON lines: OTLP (`resourceSpans`, `resourceLogs`), as the collector's and the SDKs' file exporters write it,
+or one span on each line, as the Python SDK prints it (`ReadableSpan.to_json`). These attributes of a span, or of its
+event `gen_ai.client.inference.operation.details`, are read, structured or as JSON: `gen_ai.input.messages`,
+`gen_ai.output.messages`, `gen_ai.system_instructions` and `gen_ai.tool.definitions`. Scores come from events
+`gen_ai.evaluation.result`, by the span's id or the response's. Source: opentelemetry.io/docs/specs/semconv/gen-ai.
 
 Promise: a message is read as a whole or not at all; anything that a text model cannot read is left out and counted.
 """
@@ -29,7 +28,7 @@ OPERATIONS = ("chat", "generate_content", "text_completion")
 
 
 class Event(NamedTuple):
-    """An event of a span, or a log record that belongs to one."""
+    """An event of a span, or a log record that belongs to a span."""
 
     name: str
     span_id: str

@@ -1,4 +1,4 @@
-"""`paceline traces`: write a run's completions as a file to train on, make preference pairs from traces (each good completion of a
+"""`paceline traces`: write a run's completions as a file to train on, make preference pairs (each good completion of a
 prompt with each bad one), and compare two models in use by the feedback on their answers.
 
 Promise: prompts are split into training and held-out ones before pairing, by a hash of the prompt, so that no prompt is

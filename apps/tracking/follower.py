@@ -1,11 +1,9 @@
 """Sends one run to one tracker: all entries in order, once, until the run has ended.
 
-Any failure, of the records or of the tracker, is retried without limit; the run is not affected. An entry counts as
-sent once the tracker has taken it. The cursor is written after that, so a crash in between repeats the entry, which the
-tracker recognizes by its sequence number.
+Any failure, of the records or of the tracker, is retried without limit; the run is not affected. The cursor is written
+once the tracker has taken an entry; a crash in between repeats the entry, which its sequence number identifies.
 
-Promise: one process at a time sends a run to a tracker, and after any crash it resumes at the first entry that may be
-missing.
+Promise: one process at a time sends a run to a tracker; after any crash it resumes at the first entry in doubt.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ Setting = TrackerSection | WebhookSection
 
 
 def named(logger: LoggerSection) -> dict[str, Setting]:
-    """Return a mapping from the name of a cursor to its tracker or webhook, for all trackers and webhooks of a spec."""
+    """Map the name of a cursor to its tracker or webhook, for all trackers and webhooks of a spec."""
     found: dict[str, Setting] = {tracker.kind: tracker for tracker in logger.trackers}
     for webhook in logger.webhooks:
         address = webhook.url or f"${webhook.url_variable}"
@@ -99,11 +97,10 @@ class Follower:
         self.stop = threading.Event()
         """Set to end as soon as everything recorded is sent, or an attempt has failed."""
         self.sent = 0
-        """Number of entries sent since the start."""
 
     def run(self) -> None:
-        """Send until the run has ended and everything is sent, or `stop` is set. Raises NotFound (no such run, or a
-        library that is not installed), Conflict and InvalidInput (the cursor)."""
+        """Send until the run has ended and everything is sent, or `stop` is set. Raises NotFound for an unknown run or
+        a missing library, Conflict and InvalidInput for the cursor."""
         name = self._target.name
         if hides_texts():
             log.info(
@@ -227,7 +224,6 @@ def _without_texts(config: Any) -> Any:
 
 
 FIELDS = ("identity", "sequence", "time_s", "ended", "done", "url", "refused")
-"""Fields of a cursor's file."""
 
 
 class Cursor:

@@ -13,8 +13,7 @@ PREFIXES = {"step": "train", "evaluation": "eval"}
 
 
 class Name(NamedTuple):
-    """The names of one metric; `<x>` is the same text in all of them. An empty name means that the library lacks the
-    metric."""
+    """The names of one metric; `<x>` is the same text in all of them, an empty name a metric that the library lacks."""
 
     kind: str
     ours: str
@@ -55,8 +54,8 @@ NAMES = (
 
 
 def renamed(kind: str, name: str, style: Style) -> str:
-    """Return the name of a metric of a `step` or an `evaluation` in a tracker: `train/<name>` or `eval/<name>`, as in
-    TensorBoard, or that of another library."""
+    """Return a tracker's name of a metric of a `step` or an `evaluation`: `train/<name>` or `eval/<name>`, as in
+    TensorBoard, or another library's name."""
     usual = f"{PREFIXES[kind]}/{name}"
     if style == "paceline":
         return usual

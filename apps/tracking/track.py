@@ -1,8 +1,8 @@
-"""`paceline track [RUN]`: send runs to experiment trackers, from wherever the coordinator or its ledger can be read. It does not
-affect a run, so it can be started, stopped and restarted at any time.
+"""`paceline track [RUN]`: send runs to experiment trackers, from wherever the coordinator or its ledger can be read.
 
-Without RUN, every run whose spec names trackers or webhooks is sent to them, new runs included. Each run and tracker
-has a thread, so one that hangs does not delay others.
+A run is not affected, so the command can be started, stopped and restarted at any time. Without RUN, every run whose
+spec names trackers or webhooks is sent to them, new runs included. Each run and tracker has a thread, so one that hangs
+does not delay others.
 """
 
 from __future__ import annotations
@@ -29,13 +29,7 @@ from paceline.errors import InvalidInput, NotFound, PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
-from paceline.services.cli.recorded.source import (
-    Source,
-    ledger_source,
-    records_of,
-    records_of_run,
-    source_options,
-)
+from paceline.services.cli.recorded.source import Source, ledger_source, records_of, records_of_run, source_options
 from paceline.spec.reading import spec_of_run
 from paceline.spec.sections.system import TrackerSection
 
@@ -127,9 +121,8 @@ class _SourceOpener:
 def _settings(
     source: Source, run_id: str, kinds: tuple[str, ...], changes: Mapping[str, str | int]
 ) -> dict[str, Setting]:
-    """Return a mapping from names to the settings of trackers and webhooks. If the command names trackers, return
-    those, with the spec's settings of their kind; otherwise return all trackers and webhooks of the spec. Raises
-    NotFound, InvalidInput."""
+    """Return the settings of trackers and webhooks by name: those of the command, with the spec's settings of their
+    kind, else all of the spec. Raises NotFound, InvalidInput."""
     spec, _ = spec_of_run(run_id, source.records.spec_yaml(run_id))
     in_spec = named(spec.logger)
     trackers = {tracker.kind: tracker.model_dump() for tracker in spec.logger.trackers}
@@ -174,7 +167,7 @@ def main() -> None:
 
 
 END_S = 8.0
-"""Senders have this many seconds to end. The process exits even if a sender still hangs."""
+"""Seconds that senders have to end. The process exits even if a sender still hangs."""
 MAX_SENDERS = 64
 FOLDER = "trackers"
 """Folder beside the ledger that has the cursors."""
@@ -189,7 +182,6 @@ class Sender:
     def __init__(self, follower: Follower, name: str):
         self.follower, self.name = follower, name
         self.failure = ""
-        """Reason why the sender failed; empty while it has not failed."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -216,7 +208,6 @@ class Tracking:
         self._opening, self._directory, self._links, self._stop = opening, directory, dict(links), stop
         self._look_s = look_s
         self._settings: dict[str, dict[str, Setting]] = {}
-        """Trackers and webhooks of each run that was seen."""
         self._senders: dict[tuple[str, str], Sender] = {}
 
     def run(self) -> None:

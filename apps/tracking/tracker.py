@@ -1,8 +1,7 @@
-"""Defines the interface between the records of a run and a tracker: the entries made from recorded events, and the
-tracker's methods.
+"""Defines the interface between the records of a run and a tracker: entries from recorded events, and its methods.
 
-A tracker gets the entries of a run in order, each with the sequence number of the run's event. The number identifies repetitions:
-`position` returns the last one that the tracker has, and a repeated `log` or `alert` of the same entry changes nothing.
+A tracker gets the entries of a run in order, each with the sequence number of the run's event. `position` returns the
+last number that the tracker has, and a repeated `log` or `alert` of the same entry changes nothing.
 """
 
 from __future__ import annotations
@@ -50,22 +49,19 @@ class TrackedRun(NamedTuple):
     identity: str
     """Unique name that identifies the run at the tracker, from the cursor's file."""
     config: dict[str, Any]
-    """The resolved spec."""
     links: dict[str, str]
     """Links to the run: the coordinator or the ledger, and the page."""
 
 
 class Tracker:
     """One run at one tracker. Methods raise Refused for an entry that can never be sent, and any other exception while
-    the tracker cannot be reached; the caller then opens it again. A tracker skips entries of a kind that it does not
-    support."""
+    the tracker cannot be reached; the caller then opens it again. Entries of an unsupported kind are skipped."""
 
     url = ""
     """URL of the run for people; empty if unknown."""
 
     def position(self) -> int | None:
-        """Return the sequence number up to which the tracker has all entries; None if it cannot say and the cursor
-        counts."""
+        """Return the number up to which the tracker has all entries; None if unknown, so that the cursor counts."""
         return None
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
@@ -117,8 +113,8 @@ class Entry(NamedTuple):
 
 
 def entries(records: Records, run_id: str, *, after: int, time_s: float, names: Style, samples: int) -> Iterator[Entry]:
-    """Yield the entries after a sequence number, oldest first. An event without a time gets the time of the event
-    before it, and the first one gets `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
+    """Yield the entries after a sequence number, oldest first. An event without a time gets that of the event before
+    it, the first one `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
     for event in records.events(run_id, kinds=KINDS, after=after):
         recorded = event.content.get("time")
         time_s = float(recorded) if isinstance(recorded, int | float) else time_s
@@ -172,6 +168,5 @@ def _rows(records: Records, run_id: str, step: int, groups: int) -> Iterator[Row
 
 
 def as_table(rows: tuple[Row, ...] | list[Row]) -> tuple[list[str], list[list[Any]]]:
-    """Return columns and lines, with None for a column that a row lacks."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return columns, [[row.get(name) for name in columns] for row in rows]

@@ -1,9 +1,8 @@
-"""Loads a user's environment class and tools, and finds out what they offer.
+"""Loads a user's environment class and tools, and finds out what they offer, in the process of the user code.
 
 Two contracts are supported. TRL's: `reset(**columns)`, public methods as tools, `get_reward()`. And classes with
-`step(text) -> (observation, reward, done)`: those with a method `step` whose parameter is called `text` or `action` and
-that is not annotated to return text, because a class of TRL may have a tool called `step`. Functions may be added as
-tools or used without a class. Runs in the process of the user code.
+`step(text) -> (observation, reward, done)`: the parameter of `step` is called `text` or `action`, and `step` is not
+annotated to return text, because a class of TRL may have a tool called `step`.
 """
 
 from __future__ import annotations
@@ -20,13 +19,10 @@ from paceline.errors import InvalidInput, nearest
 from paceline.user_code.loading import load_from_file
 
 RESERVED = ("reset", "get_reward", "save", "load")
-"""Public methods that are not tools."""
 STEP_PARAMETERS = ("text", "action")
 
 
 class ClassFacts(NamedTuple):
-    """Properties of an environment class that the service uses."""
-
     tools: list[dict[str, Any]]
     """Schemas of the tools in OpenAI's format; empty for a class with `step`."""
     steps: bool
@@ -80,8 +76,7 @@ def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, C
 
 
 def load_function(named: str, field: str, kind: str) -> Callable[..., Any]:
-    """Return the function that `path/to/file.py:function` names. Raises InvalidInput, Unreadable. Runs the user's
-    module."""
+    """Return the function of `path/to/file.py:function`. Raises InvalidInput, Unreadable. Runs the user's module."""
     path, colon, name = named.rpartition(":")
     if not colon:
         raise InvalidInput(f"{field} is {named!r}; name a function as path/to/file.py:function")
@@ -136,8 +131,7 @@ def schema_of(tool: Callable[..., Any], what: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_torch(module: Any) -> Iterator[None]:
-    """Make a schema without torch unless user code has imported it. Only a tensor parameter needs torch, and importing
-    it takes seconds and hundreds of megabytes in each process."""
+    """Make a schema without torch unless user code has imported it: an import takes seconds and hundreds of MB."""
     available = module.is_torch_available
     if "torch" not in sys.modules:
         module.is_torch_available = lambda: False

@@ -39,9 +39,9 @@ async def run_command(
     memory_mb: int,
     folder: str = "",
 ) -> float | None:
-    """Return the reward that a command printed as its last line; None if that is not a number. The command runs in
-    `folder` and ends if this call is cancelled. Raises EnvironmentFailed, EnvironmentLost if this host has no
-    resources for it, InvalidInput for a column that the row does not have."""
+    """Return the reward that a command in `folder` printed as its last line; None if that is not a number. The command
+    ends if this call is cancelled. Raises EnvironmentFailed, EnvironmentLost if this host has no resources for it,
+    InvalidInput for a column that the row does not have."""
     argv = [_filled(argument, row) for argument in command]
     is_folder = bool(folder) and await asyncio.to_thread(os.path.isdir, folder)
     try:
@@ -93,8 +93,8 @@ async def _output_of(
 
 
 class _Output:
-    """Reads one pipe of a command and keeps the last bytes. asyncio's own pipes are not used, because asyncio's `wait`
-    also waits for every process that holds one of them."""
+    """Reads one pipe of a command and keeps the last bytes. asyncio's `wait` would also wait for every process that
+    holds one of asyncio's own pipes."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -115,7 +115,6 @@ class _Output:
         self._transport.close()
 
     def started(self) -> None:
-        """Close the writing end in this process, because the command has its own copy."""
         if self.write_fd >= 0:
             os.close(self.write_fd)
             self.write_fd = -1

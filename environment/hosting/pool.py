@@ -37,8 +37,8 @@ class UserCode:
     """Runs the user code of a run. An async context manager."""
 
     def __init__(self, section: EnvironmentSection, num_processes: int = 0):
-        """`start` starts `num_processes` processes. 0 means `environment.processes`, or if that is 0 too, one for each
-        core. A command line needs processes only for `train_call`."""
+        """Use `num_processes` processes; 0 means `environment.processes`, or if that is 0 too, one for each core. A
+        command line needs processes only for `train_call`."""
         self.section = section
         needs_none = bool(section.command) and not section.train_call
         count = num_processes or section.processes or usable_cores()
@@ -69,8 +69,8 @@ class UserCode:
         await self.close()
 
     async def start(self) -> None:
-        """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable if it cannot be loaded now
-        but perhaps later), Unavailable if a process was killed or took too long. After an error no process runs."""
+        """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable if perhaps later),
+        Unavailable if a process was killed or took too long. After an error no process runs."""
         if self._state != "new":
             raise Conflict(f"the processes of the user code are {self._state}; create a new UserCode")
         self._state = "running"
@@ -102,8 +102,8 @@ class UserCode:
         return instance
 
     async def solve(self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: SampleDeaths) -> float | None:
-        """Run the agent and return its reward. If this call is cancelled, an agent that is a coroutine is cancelled
-        too; an agent in a thread continues until its process ends. Raises EnvironmentFailed, EnvironmentLost."""
+        """Run the agent and return its reward. If this call is cancelled, so is a coroutine; an agent in a thread
+        continues until its process ends. Raises EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
         lane = slot.enter()
         message = {"op": "solve", "row": dict(row), "base_url": base_url, "api_key": api_key}
@@ -158,12 +158,10 @@ class UserCode:
             return self._slots[index]
 
     def check(self, slot: Slot) -> None:
-        """Check in the background whether a process still answers after one of its calls was cancelled."""
         if slot.process.usable and self._state == "running":
             self._in_background(slot.answers())
 
     async def _end(self, slot: Slot) -> None:
-        """End a replaced slot after its last episode."""
         if slot.process.usable:
             await slot.emptied.wait()  # no deadline: each episode has its own
         await slot.process.close()
@@ -203,8 +201,6 @@ class UserCode:
 
 
 class SampleDeaths:
-    """Counts the deaths of processes during calls of one sample."""
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -333,13 +329,10 @@ def _died(slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths) -> Env
 
 
 PING_S = 5.0
-"""Seconds without an answer after which a process counts as hung: user code holds the interpreter's lock, or the
-process is stopped."""
+"""Seconds after which a process without an answer counts as hung: stopped, or user code holds the interpreter's lock."""
 
 
 class Slot:
-    """A process and the episodes in it."""
-
     def __init__(self, load: dict[str, Any], num_lanes: int) -> None:
         named = [*load["classes"].values(), *load["tools"], load["agent"], load["train_call"]]
         surroundings = Surroundings(tuple(file_of(code) for code in named if code))
@@ -352,7 +345,6 @@ class Slot:
         """Event that is set while the slot has no episode."""
         self.emptied.set()
         self.num_calls = 0
-        """Number of calls of user code that run in the process."""
         self.calls = asyncio.Semaphore(num_lanes)
         """Limits concurrent coroutines; `lanes` limit synchronous calls."""
         self.lanes = [asyncio.Lock() for _ in range(num_lanes)]
@@ -362,7 +354,6 @@ class Slot:
         """Lanes with a hung thread, whose episodes are lost."""
 
     def enter(self) -> int:
-        """Add an episode and return its lane."""
         self.num_episodes += 1
         self.emptied.clear()
         lane = min(range(len(self.lanes)), key=self._lane_episodes.__getitem__)
@@ -370,7 +361,6 @@ class Slot:
         return lane
 
     def leave(self, lane: int) -> None:
-        """Remove an episode. A retired slot ends with its last one."""
         self.num_episodes -= 1
         self._lane_episodes[lane] -= 1
         if not self.num_episodes:
@@ -384,7 +374,6 @@ class Slot:
         self.process.kill()
 
     async def answers(self) -> bool:
-        """Return whether the process answers; kill it if not."""
         try:
             await self.process.ask({"op": "ping"}, PING_S)
         except ProcessTimeout:

@@ -60,14 +60,12 @@ from paceline.user_code.frames import encode, receive, receive_async
 from paceline.user_code.loading import accepted_arguments, describe_error
 
 M_ARENA_MAX = -8
-"""Parameter of glibc's mallopt. Each arena of a thread reserves 64 MiB of address space, which the limit would count.
-"""
+"""Parameter of glibc's mallopt. A thread's arena reserves 64 MiB of address space, which the limit would count."""
 STACK_BYTES = 8 << 20
 """Address space of a thread's stack, in bytes."""
 
 
 def main() -> None:
-    """Serve the socket until the service closes it."""
     connection = connect()
     os.register_at_fork(after_in_child=connection.close)  # a forked child must not use the connection
     with connection, contextlib.suppress(EOFError, ConnectionError):
@@ -83,16 +81,12 @@ def main() -> None:
 
 @dataclass
 class Instance:
-    """The environment of one episode."""
-
     environment: Any
     lane: int
     facts: ClassFacts
 
 
 class Host:
-    """Holds the loaded code and the instances of running episodes."""
-
     def __init__(self, load: dict[str, Any]) -> None:
         """Load the user's code within its memory limit. Raises InvalidInput, Unreadable."""
         self._memory_mb = load["memory_mb"]
@@ -202,7 +196,7 @@ class Host:
 
     async def _use(self, instance: Instance, tools: list[str], name: str, arguments: Any) -> dict[str, Any]:
         """Return the result of a tool call. An exception of a tool becomes its result, as in TRL, because the model can
-        learn from it; out of memory and an unavailable service are raised, because they are not the model's fault."""
+        learn from it; out of memory and an unavailable service are raised."""
         try:
             if name not in tools:
                 raise ValueError(f"Tool {name} not found.")
@@ -240,14 +234,12 @@ Reply = dict[str, Any]
 
 
 class Lanes:
-    """Threads of synchronous calls, by lane."""
-
     def __init__(self) -> None:
         self._lanes: dict[int, ThreadPoolExecutor] = {}
         self._pid = os.getpid()
 
     async def run(self, lane: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `function`: awaited, or run on a lane's thread, or for lane None on a new thread."""
+        """Await `function`, or run it on the lane's thread (lane None: on a new thread), and return its result."""
         if inspect.iscoroutinefunction(function):
             result = await function(*args, **kwargs)
         else:
@@ -308,8 +300,7 @@ def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
 
 
 MAX_TEXT_CHARS = 4 << 20
-"""Largest number of characters of a text that is sent to the service, which then cuts the text to a number of tokens.
-"""
+"""Largest number of characters of a text for the service, which then cuts the text to a number of tokens."""
 MAX_STATE_BYTES = 8 << 20
 
 
@@ -318,8 +309,6 @@ class InvalidValue(Exception):
 
 
 class Step(NamedTuple):
-    """The result of one `step`."""
-
     observation: str
     reward: float | None
     done: bool
@@ -344,8 +333,7 @@ def text_of_reset(result: Any) -> str | None:
 
 
 def step_of(result: Any) -> Step:
-    """Return the result of `step`: (observation, reward, done), gym's five values, or a dict (`observations`, `reward`,
-    `done`)."""
+    """Return `step`'s result: (observation, reward, done), gym's five, or a dict (`observations`, `reward`, `done`)."""
     if isinstance(result, dict) and {"observations", "reward", "done"} <= result.keys():
         observed = result["observations"]
         if isinstance(observed, list):
@@ -399,7 +387,6 @@ def decode_state(text: str) -> Any:
 
 
 def short(value: Any) -> str:
-    """Return the type and the beginning of a value, for a message."""
     return f"{type(value).__name__} {repr(value)[:60]}"
 
 

@@ -25,7 +25,6 @@ MISSING = (
     "template"
 )
 MAX_RENDERERS = 16
-"""Largest number of cached renderers, one for each set of arguments."""
 
 
 def family_of(model_name: str) -> str:
@@ -39,8 +38,6 @@ def family_of(model_name: str) -> str:
 
 @dataclass(frozen=True)
 class FamilyRendering(Rendering):
-    """Renders with the renderer of a model family."""
-
     tokenizer: Any
     family: str
     template_kwargs: Mapping[str, Any]
@@ -86,9 +83,8 @@ class FamilyRendering(Rendering):
         return ids[len(read) :]
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return the content, reasoning and calls of a turn. This method parses two cases itself, because the package
-        reads any JSON with a name as a call of Llama 3, and in `<parameter=…>` strips white space and does not know
-        Python's literals."""
+        """Return the content, reasoning and calls of a turn. Two cases are parsed here: the package reads any JSON with
+        a name as a call of Llama 3, and strips white space in `<parameter=…>` without reading Python's literals."""
         if self.family == "llama-3":
             return read_turn(turn.text, AnswerReader("json", tools=conversation.tools))
         renderer = self._renderer(conversation.template_kwargs)
@@ -130,7 +126,7 @@ class FamilyRendering(Rendering):
 
 
 def _read(call: Any, tools: Sequence[Json]) -> Call | str:
-    """Return the call that the package has parsed, or the reason why the call is invalid."""
+    """Return the call that the package has parsed, or why it is invalid."""
     status = str(call.status).replace("_", " ")
     if call.status in ("ok", "invalid_json") and call.raw.lstrip().startswith("<function="):
         try:

@@ -75,16 +75,13 @@ class Rendering(Protocol):
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
         """Return the [K] tokens that the `new` messages add after a turn; None if these tokens are not certain.
-
-        `before` is the conversation of `prompt_ids`, `answer` the message of the turn.
-        """
+        `before` is the conversation of `prompt_ids`, `answer` the message of the turn."""
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
         """Return the content, reasoning and calls of a turn."""
 
     def fault_message(self, fault: str) -> Json:
-        """Return the message that reports an unreadable call to the model: a tool message, or a message of another role
-        that the template allows."""
+        """Return the message that reports an unreadable call to the model, a tool message or one of another role."""
         return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
 
@@ -96,14 +93,12 @@ class TextRendering(Rendering):
     calls: CallFormat = "none"
 
     def prompt(self, conversation: Conversation) -> IntArray:
-        """Return the tokens of the messages' concatenated contents."""
         text = "".join(str(message["content"] or "") for message in conversation.messages)
         return encode_prompt(self.tokenizer, text, "never")
 
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return the tokens of the new messages' concatenated contents."""
         text = "".join(str(message["content"] or "") for message in new)
         return encode_continuation(self.tokenizer, [*prompt_ids[-1:], *turn.token_ids], text)
 

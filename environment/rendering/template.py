@@ -32,19 +32,15 @@ from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
 MAX_OPENINGS = 64
-"""Largest number of cached openings of the model's turn, one for each set of tools and arguments."""
 
 
 @dataclass(frozen=True)
 class TemplateRendering(Rendering):
-    """Renders with the chat template."""
-
     tokenizer: Any
     template_kwargs: Mapping[str, Any]
     """Template arguments of the spec. Arguments of a conversation take precedence."""
     calls: CallFormat | None = None
-    """Format of tool calls; None for the template's format. With another format, tools are shown only if the template
-    renders them."""
+    """Format of tool calls; None for the template's. Another format shows tools only if the template renders them."""
     _openings: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -59,7 +55,6 @@ class TemplateRendering(Rendering):
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return [K] tokens; None if it is not certain that the template extends what it has written."""
         tools = self._shown(before)
         kwargs = {**self.template_kwargs, **before.template_kwargs}
         try:
@@ -85,7 +80,6 @@ class TemplateRendering(Rendering):
         return np.array(ids, np.int32) if ids else None
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return the content, reasoning and calls of a turn in the template's format."""
         answers = self.template.answer_format
         reader = AnswerReader(
             self.calls if self.calls is not None else answers.calls,
@@ -115,7 +109,6 @@ class TemplateRendering(Rendering):
         return render_chat(self.tokenizer, list(messages), kwargs, list(tools) or None, add_generation_prompt=opens)
 
     def _begin(self, history: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], opened: str) -> int:
-        """Return the index in `opened` at which the opening of the model's turn begins."""
         key = json.dumps([list(tools), dict(kwargs)], sort_keys=True, default=str)
         opening = self._openings.get(key)
         if opening is None or not opened.endswith(opening):
@@ -128,8 +121,8 @@ class TemplateRendering(Rendering):
         return len(opened) - len(opening)
 
     def _end(self, closed: str, begin: int, turn: SampledTurn) -> tuple[int, str]:
-        """Return (end, mark). `end` is the index behind the answer in `closed`, searched from `begin` on, or -1 if it
-        is not found. `mark` is the text of the token that ended the turn, or empty if the bridge must write the end."""
+        """Return the index behind the answer in `closed`, searched from `begin` on (-1: not found), and the text of the
+        token that ended the turn (empty if the bridge must write the end)."""
         last = int(turn.token_ids[-1])
         if turn.finish_reason == "stop" and last in self.tokenizer.all_special_ids:
             mark = str(self.tokenizer.convert_ids_to_tokens(last))

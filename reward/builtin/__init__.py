@@ -1,7 +1,8 @@
 """The built-in reward functions by their names in a spec.
 
 All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`. A spec's
-`kwargs` are their keyword-only parameters, or settings that SETTINGS parses. Importing it loads no mpmath or numpy.
+`kwargs` are their keyword-only parameters, or settings that SETTINGS parses. Importing this module
+loads no mpmath or numpy.
 """
 
 from __future__ import annotations
@@ -43,16 +44,15 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "soft_overlong": soft_overlong,
     "think_answer_format": think_answer_format,
 }
-"""Maps a name in `RewardFunctionSection.function` to the function."""
 
 SETTINGS: dict[str, Callable[[object], Any]] = {
     "code_tests": code_settings,
     "judge": judges.score_settings,
     "judge_pairwise": judges.pair_settings,
 }
-"""Maps a function that gets `settings` to the parser of its `kwargs`. A parser raises InvalidInput, or returns settings
-with the `columns` that the function reads. The settings' `check_submitted` and `check_host` raise if a run or a worker
-cannot use them."""
+"""Maps a function with a parameter `settings` to the parser of its `kwargs`. A parser raises InvalidInput, or returns
+settings with the `columns` that the function reads; `check_submitted` and `check_host` of the settings raise if a
+run or a worker cannot use them."""
 
 
 def builtin(name: str) -> Callable[..., Any]:

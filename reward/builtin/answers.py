@@ -48,7 +48,7 @@ MAX_CLAUSES = 10
 
 
 class Statement(NamedTuple):
-    r"""A stated answer in a text. is_marked: by `\boxed`, `####` or a tag, which take precedence over prose."""
+    r"""A stated answer in a text. Marks (`\boxed`, `####`, a tag) set `is_marked` and take precedence over prose."""
 
     at: int
     is_marked: bool
@@ -107,7 +107,7 @@ def clean(answer: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """Return the texts to search, in this order: behind the reasoning, then the reasoning if it is closed."""
+    """Return the texts to search in order: the text behind the reasoning, then the reasoning if it is closed."""
     reasoning, ended, _ = text.rpartition(END_THINK)
     return [answer_of(text), reasoning] if ended else [answer_of(text)]
 
@@ -135,7 +135,6 @@ def _last(found: Iterable[Any]) -> Sequence[Any]:
 
 
 def _inner(text: str) -> str:
-    """Return the statement within the marks of an answer if there is one, else the text."""
     boxes = [each.text for each in _last(_boxes(text))]
     return boxes[-1] if boxes else _said(text) or text
 
@@ -146,8 +145,7 @@ def _said(text: str) -> str | None:
 
 
 def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callable[[str], bool]) -> str:
-    """Return the last marked answer that `marked` accepts, else the last answer in prose that `prose` accepts, else the
-    last answer."""
+    """Return the last marked answer that passes `marked`, else the last in prose that passes `prose`, else the last."""
     last = ""
     for is_marked, holds in ((True, marked), (False, prose)):
         for each in reversed([each for each in found if each.is_marked == is_marked]):
@@ -159,8 +157,7 @@ def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callab
 
 
 def _value(text: str, holds: Callable[[str], bool]) -> str:
-    """Return the value at the beginning of prose: the first sentence, else its longest beginning that ends with a
-    clause and is a value."""
+    """Return the value at the beginning of prose: its first sentence, else its longest clause that is a value."""
     text = LEAD.sub("", text, count=1) if LEAD.match(text) else text
     if text.startswith("**") and "**" in text[2:]:
         text = text[2 : text.index("**", 2)]
@@ -198,8 +195,7 @@ def _boxes(text: str) -> Iterator[Statement]:
 
 
 def _closings(text: str) -> dict[int, int]:
-    r"""Return a mapping from the index of each opening brace to the index of the brace that closes it. `\{` and `\}`
-    are not braces."""
+    r"""Map the index of each opening brace to that of the brace that closes it; `\{` and `\}` are not braces."""
     found, opened = {}, []
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if match[0] == "{":

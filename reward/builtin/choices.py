@@ -56,7 +56,6 @@ def chosen_letter(text: str, choices: list[str] | None = None) -> str | None:
 
 
 def _letter(stated: str, choices: list[str]) -> str | None:
-    """Return the letter that a stated answer begins with, or the letter of the choice with the same text."""
     texts = [str(choice).strip().rstrip(".").casefold() for choice in choices]
     if stated.casefold() in texts:
         return chr(ord("A") + texts.index(stated.casefold()))

@@ -1,7 +1,7 @@
 """Scores programs by running their tests in a sandbox.
 
 Promise: a program that fails tests gets 0 or the share of passed tests, and the outcome of each test is kept. A failed
-sandbox ends the attempt and never gives 0. The parts are imported at the first call.
+sandbox ends the attempt and never gives 0.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def _work(prompt: Any, text: str, cases: Cases | None, chosen: CodeSettings) -> 
 
 
 def _last_text(prompt: Any) -> str:
-    """Return a text prompt, or the text of the last message of a chat."""
     last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
     content = last.get("content") if isinstance(last, Mapping) else last
     return content if isinstance(content, str) else ""
@@ -95,7 +94,7 @@ def _graded(
 
 
 def _log(call: CallView, graded: Sequence[Sequence[CaseResult] | None]) -> None:
-    """Log the share of tests in each state as metrics of the run, and the outcomes beside the rewards."""
+    """Log the share of tests in each state as metrics of the run, and store the outcomes beside the rewards."""
     from paceline.reward.code.grading import describe
 
     label = call.label[:40]

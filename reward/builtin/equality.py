@@ -1,8 +1,8 @@
 """Decides whether two answers, parsed into trees, have the same value.
 
 Numbers without decimals are compared to 30 digits, a decimal with any other number to six significant digits, and
-expressions with symbols at points that depend only on the symbols' names. Promise: no result depends on time, and none
-takes long, because a value with too many digits is never computed; it equals only an identical tree.
+expressions with symbols at points that depend only on the symbols' names. Promise: no result depends on time, and no
+comparison takes long: a value with too many digits is not computed and equals only an identical tree.
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from paceline.reward.builtin.expressions import Node, number_of, symbols
-from paceline.reward.builtin.values import (
-    UNCOMPUTABLE,
-    context,
-    count_of,
-    has_decimals,
-    point_of,
-    real,
-    values_of,
-)
+from paceline.reward.builtin.values import UNCOMPUTABLE, context, count_of, has_decimals, point_of, real, values_of
 
 MAX_ITEMS = 64
 MAX_SIGNS = 3
@@ -56,7 +48,6 @@ def same_value(gold: Node, answer: Node) -> bool:
 
 
 def _bare(node: Node) -> Node:
-    """Return `node` without its unit. For `x in set`, return the set."""
     while node.kind in ("quantity", "degrees") or (node.kind == "member" and node.args[0].kind == "symbol"):
         node = node.args[1] if node.kind == "member" else node.args[0]
     return node
@@ -187,7 +178,6 @@ def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _items(node: Node) -> tuple[Node, ...]:
-    """Return the values of a list or set, each expanded; a single value is a list of one."""
     if node.kind not in ("list", "set"):
         return (node,)
     expanded = (_expanded(_bare(each)) for each in node.args)
@@ -221,8 +211,7 @@ def _same_collection(gold: Node, answer: Node) -> bool:
 
 
 def _intervals(node: Node) -> tuple[Node, ...] | None:
-    """Return the intervals of a union: `(a, b)` as an open one, items of a set as points, adjacent ones joined; None for
-    other nodes."""
+    """Return the intervals of a union: adjacent ones joined, `(a, b)` open, items of a set as points. None for others."""
     if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
         ends = [BELOW_ALL, *sorted(node.args[2].args, key=_float), INFINITY]
         return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))

@@ -16,8 +16,8 @@ from paceline.reward.builtin.notation import TEXT, phrase
 
 MAX_CHARS = 2000
 MAX_DEPTH = 40
-"""Largest depth of brackets and arguments. With MAX_LEVELS it keeps parsing and comparing far from Python's limit of
-recursion, so that no result depends on the caller's stack."""
+"""Largest depth of brackets and arguments. MAX_DEPTH and MAX_LEVELS keep parsing and comparing far from Python's limit
+of recursion, so that no result depends on the caller's stack."""
 MAX_LEVELS = 120
 """Largest depth of a tree; each factor of a product, sign and `!` is one level."""
 MAX_EXPONENT = 400
@@ -31,7 +31,6 @@ class Node(NamedTuple):
 
 
 def number_of(value: int | Fraction) -> Node:
-    """Return the node of an exact number."""
     return Node("number", (Fraction(value), None))
 
 
@@ -123,7 +122,6 @@ class _Reader:
         return Node("set") if found in notation.NO_SOLUTION else Node("text", (found,))
 
     def quantity(self, value: Node) -> Node:
-        """Add the unit behind `value` if there is one."""
         match = notation.TAIL.match(self.text, self.skip())
         if match is None or not notation.RUN.search(match[0]) or notation.SEPARATOR.match(self.text, self.at):
             return value
@@ -394,8 +392,7 @@ class _Reader:
         return value if power is None or is_inverse else Node("power", (value, power))
 
     def bare_argument(self) -> Node:
-        r"""Parse the argument of a function without brackets, as in `\sin 2x`: take factors, and stop before a sign
-        (such as + or -), a bracket or another function."""
+        r"""Parse the argument of a function without brackets (`\sin 2x`): factors up to a sign, bracket or function."""
         value = self.factor()
         while self.begins_factor() and not notation.OPENING.match(self.text, self.at):
             match = notation.COMMAND.match(self.text, self.at)
@@ -435,7 +432,6 @@ class _Reader:
 
 
 def symbols(node: Any) -> frozenset[str]:
-    """Return the names of the symbols below `node`."""
     if isinstance(node, Node):
         if node.kind == "symbol":
             return frozenset(node.args)

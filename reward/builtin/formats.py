@@ -153,8 +153,7 @@ def soft_overlong(
 
 
 BEGINNING_CHARS = 300
-"""A refusal must begin within this many characters from the start of a text; a later phrase is a caveat of an answer.
-"""
+"""Number of characters from the start within which a refusal must begin; a later phrase is a caveat of an answer."""
 REFUSAL = re.compile(
     r"\b(?:i(?:['’]m| am)(?: very| so| really| truly)? sorry|i apologi[sz]e|my apologies"
     r"|i (?:can(?:['’]t|not| not)|could(?:n['’]t| not)|won['’]t|will not|am not able to|must (?:decline|refuse)"

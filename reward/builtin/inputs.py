@@ -29,7 +29,6 @@ def completion_text(completion: Any, *, in_reasoning: bool = False) -> str:
 
 
 def answer_text(completion: Any) -> str:
-    """Return the part of the model's text after its reasoning. Raises TypeError as `completion_text` does."""
     return answer_of(completion_text(completion))
 
 

@@ -1,8 +1,7 @@
 """Scores completions with a language model behind an OpenAI-compatible endpoint.
 
 Promise: a completion without a verdict gets None, never a number. If the service gives no answer, the attempt ends and
-the group is scored again later, unless the spec says otherwise. `paceline.reward.judging` and
-`paceline.reward.endpoints` are imported at the first call.
+the group is scored again later, unless the spec says otherwise.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def gold_answer(gold: Any) -> tuple[str | None, str]:
 
 
 def gold_warnings(rewards: Iterable[RewardFunctionSection], field: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a warning for each `math_accuracy` of a run that cannot score some of the first `rows` of the data set
-    `field`, or compares most of them as words."""
+    """Return a warning for each `math_accuracy` that cannot score some of the first `rows` of `field`, or that compares
+    most of them as words."""
     checked, found = list(itertools.islice(rows, MAX_CHECKED)), []
     columns = {r.kwargs.get("answer_column", "answer"): None for r in rewards if r.function == "math_accuracy"}
     for column in columns if checked else ():

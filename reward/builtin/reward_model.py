@@ -1,7 +1,7 @@
 """Uses trained classification models as reward functions.
 
-In a run `paceline.reward.models` scores them, in a process for each model that all groups of a worker share. If they
-are called as functions, they load the model into the caller's process and score there with the same code.
+In a run, a process for each model scores all groups of a worker (`paceline.reward.models`). A direct call loads the
+model into the caller's process.
 """
 
 from __future__ import annotations

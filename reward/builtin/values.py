@@ -74,7 +74,6 @@ def _contexts() -> threading.local:
 
 
 def context() -> Any:
-    """Return this thread's mpmath context."""
     local = _contexts()
     if not hasattr(local, "mp"):
         import mpmath
@@ -147,7 +146,7 @@ FUNCTIONS = {name: name for name in (*TRIGONOMETRIC, "sinh", "cosh", "tanh", "co
 FUNCTIONS |= {f"arc{name}": f"a{name}" for name in TRIGONOMETRIC}
 FUNCTIONS |= {"log": "log", "ln": "log", "lg": "log10", "abs": "fabs", "Re": "re", "Im": "im", "factorial": "factorial",
               "factorial2": "fac2", "binomial": "binomial"}  # fmt: skip
-"""Maps the name of a function to its name in mpmath."""
+"""Maps the name of a function in an answer to the name of the function in mpmath."""
 
 
 def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction], sizes: list[int]) -> Any:

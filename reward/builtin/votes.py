@@ -18,8 +18,6 @@ from paceline.spec import RewardFunctionSection
 
 
 class Vote(NamedTuple):
-    """The answer of a completion, and its score."""
-
     answer: str
     score: float
 
@@ -40,8 +38,8 @@ def votes_of(
 
 
 def same_vote(reward: RewardFunctionSection, one: Vote, other: Vote) -> bool:
-    """Return whether two answers are the same vote. `exact_match` and `choice_accuracy` compare texts, others compare
-    like `math_accuracy`."""
+    """Return whether two answers are the same vote: equal texts for `exact_match` and `choice_accuracy`, else equal
+    values."""
     if one.answer == other.answer or reward.function in ("exact_match", "choice_accuracy"):
         return one.answer == other.answer
     if reward.function == "math_accuracy" and (one.score == 1.0 or other.score == 1.0):

@@ -28,10 +28,8 @@ from paceline.errors import InvalidInput
 Kind = Literal["pairs", "asserts", "humaneval", "pytest"]
 MAX_TESTS = 1000
 MODULE = "solution"
-"""Name under which tests import the program."""
 FILE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,60}\.py")
 FUNCTION = re.compile(r"[^\W\d]\w*(\(\))?(\.[^\W\d]\w*)*")
-"""Pattern of a function's name, or of a method as in `Solution().add`."""
 TYPES = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
 """Maps `testtype` (LiveCodeBench) or `type` (PRIME) of a test to whether it calls a function."""
 FURTHER_KEYS = frozenset({"testtype", "type", "fn_name", "metadata"})
@@ -41,18 +39,13 @@ PAIRS_KEYS = FURTHER_KEYS | {"inputs", "outputs"}
 
 @dataclass(frozen=True)
 class Pairs:
-    """Inputs of a program and the expected outputs."""
-
     pairs: tuple[tuple[str, str], ...]
     decimals: bool = False
-    """True if outputs are compared as LiveCodeBench does: by their lines, stripped of white space, or else by the
-    numbers in them."""
+    """True if outputs are compared as LiveCodeBench does: by their stripped lines, or else by the numbers in them."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a function, or of a method of `Solution`, and the expected values."""
-
     function: str
     arguments: tuple[tuple[Any, ...], ...]
     outputs: tuple[tuple[Any, ...], ...]
@@ -118,8 +111,6 @@ def names_in(cases: Cases) -> frozenset[str]:
 
 
 def _function_of(entry_point: Any) -> Any:
-    """Return the name of a function: `func_name` if `entry_point` is LiveCodeBench's metadata, else `entry_point`
-    itself."""
     value = _parsed(entry_point)
     return value.get("func_name") if isinstance(value, Mapping) else value
 
@@ -139,8 +130,7 @@ def _lines_of(setup: Any) -> list[str]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text with a list or an object, or the values of a list of texts with objects; else
-    `value`."""
+    """Return the value of a JSON text with a list or an object, the values of a list of such texts, or `value` itself."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -263,11 +253,10 @@ def _calls(
 
 
 WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-"""Values of texts that JSON and Python write differently."""
 
 
 def _value_of(text: Any) -> Any:
-    """Return the value of an output: parsed as JSON, else as Python, else the text itself."""
+    """Return the value of an output, parsed as JSON, else as Python, else the text itself."""
     if not isinstance(text, str):
         return text
     for read in (json.loads, ast.literal_eval):
@@ -279,7 +268,6 @@ def _value_of(text: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return an input or output as text; a list is joined as lines."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple):
@@ -355,8 +343,8 @@ def equal_outputs(found: str, right: str, compare: Compare = "lines", tolerance:
 
 
 def equal_values(found: Any, right: Any, tolerance: float = 0.0) -> bool:
-    """Return whether a function returned the expected value. Both are compared as in JSON: a tuple equals a list, and
-    the keys of a mapping are texts. Numbers and truth values are compared as in Python."""
+    """Return whether a function returned the expected value. As in JSON, a tuple equals a list, and keys of a mapping
+    are texts; numbers and truth values are compared as in Python."""
     if isinstance(right, list | tuple):
         return (
             isinstance(found, list)

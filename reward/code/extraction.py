@@ -27,7 +27,6 @@ CODE = re.compile(
     r"^(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]|(?:async[ \t]+)?def[ \t]|class[ \t]|@)", re.MULTILINE
 )
 BODY = re.compile(r"[^\n]*(?:\n(?:[ \t][^\n]*|(?=\n|\Z)))*")
-"""A text's first line and the indented lines after it."""
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
@@ -74,9 +73,9 @@ def _acts(code: str) -> bool:
 
 def blocks_of(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the content of each fenced block, without the fence's indentation. A block that is not
-    closed ends with the text. The closing fence is at least as long as the opening one, and is indented by at most
-    three columns more (CommonMark 0.31, section 4.5). Blocks of Markdown are searched for blocks inside them. A block
-    in Python ends where another block opens."""
+    closed ends with the text; a closing fence is at least as long as the opening one and indented by at most three
+    columns more (CommonMark 0.31, section 4.5). A block in Python ends where another block opens; blocks of Markdown
+    are searched for blocks inside them."""
     fence, indent, word = "", 0, ""
     lines: list[str] = []
     for line in re.findall(r"[^\n]*\n|[^\n]+", text.replace("\r\n", "\n")):
@@ -130,8 +129,7 @@ def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[
 
 
 def _heads(prompt: str, name: str) -> Iterator[str]:
-    """Yield the code in a prompt: its fenced block, or the whole prompt and then its part from the first line of code
-    on."""
+    """Yield the code in a prompt: its fenced block, or the whole prompt and then its part from the first code on."""
     code = program_of(prompt, "block", frozenset({name}))
     if code is not None and name in defined_in(code):
         yield code

@@ -35,8 +35,7 @@ State = Literal[
     "passed", "wrong", "error", "exited", "signal", "time", "memory", "output", "disk", "processes", "not run"
 ]
 """`wrong`: another output, or a failed assertion; `error`: an exception, or a status other than 0; `exited`: the
-program ended before its test did; `not run`: an earlier test failed or used up the time. The other values have the same
-meaning as in `Outcome.ended`."""
+program ended before its test; `not run`: an earlier test failed or used up the time. Others as in `Outcome.ended`."""
 
 MAX_SHOWN = 20
 MAX_DETAIL = 200
@@ -44,8 +43,6 @@ MAX_DETAIL = 200
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The outcome of one test."""
-
     state: State
     duration_s: float = 0.0
     detail: str = ""
@@ -75,7 +72,6 @@ def describe(results: Sequence[CaseResult]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text as one line. The middle of a long text is cut out."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if len(line) <= MAX_DETAIL:
         return line
@@ -86,15 +82,13 @@ HARNESS = "harness.py"
 LOAD_S = 1.0
 """Seconds for starting the interpreter and the harness, in addition to the seconds of the tests."""
 STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
-"""States of a test that the harness reports."""
 
 
 def grade(
     program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings, others: Sequence[str] = ()
 ) -> list[CaseResult]:
     """Return the outcome of each test. If there are `others`, checks and calls test the first program that loads.
-    Raises SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the sandbox cannot run the
-    tests."""
+    Raises SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if tests cannot run."""
     if isinstance(cases, Pairs):
         return _grade_pairs(program, cases, sandbox, settings)
     return _grade_in_harness([program, *others], cases, sandbox, settings)
@@ -205,14 +199,11 @@ def _judge(cases: Calls, tolerance: float) -> Callable[[int, str], bool]:
 
 @dataclass(frozen=True)
 class Report:
-    """The reported results of one run of the harness."""
-
     results: list[CaseResult]
     """Results of consecutive tests, from the first test that was run."""
     count: int | None
-    """Number of tests, if the harness reported it."""
     loaded: bool
-    """True if the program was loaded and the tests began."""
+    """True if the program was loaded."""
 
 
 def _reported(stdout: bytes, word: str, first: int, judged: Callable[[int, str], bool] | None) -> Report:

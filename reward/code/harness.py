@@ -37,8 +37,7 @@ PRESUMED = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-"""Modules whose names are predefined for programs with calls and for LiveCodeBench's, as in its `testing_util.py`.
-"""
+"""Modules whose names are predefined for programs with calls and for LiveCodeBench's, as in its `testing_util.py`."""
 MAX_RECURSION = 50_000
 """Recursion limit for programs with predefined names."""
 
@@ -48,8 +47,6 @@ class TimeUp(BaseException):
 
 
 class Report:
-    """Writes the lines of the harness."""
-
     def __init__(self, word: str) -> None:
         self._word, self._write = word, os.write
         self._out = os.dup(1)
@@ -68,7 +65,6 @@ class Report:
 
 
 def main() -> None:
-    """Read the request, run the tests, and end. With an argument, run only that program."""
     if len(sys.argv) > 1:
         _run_program(sys.argv[1])
         return
@@ -118,8 +114,7 @@ def _run_checks(request: dict[str, Any], report: Report) -> None:
 
 
 def _load(request: dict[str, Any], clock: Clock) -> tuple[str, str, str]:
-    """Execute the programs until one loads as the module, and return its outcome. If none loads, return the first
-    failure."""
+    """Execute the programs until one loads as the module; return its outcome, or the first failure if none loads."""
     outcomes = []
     for source in request["programs"]:
         module = types.ModuleType(MODULE)
@@ -140,8 +135,7 @@ def _execute(source: str, module: types.ModuleType) -> None:
 
 
 def _presume() -> dict[str, Any]:
-    """Return Python's built-in names with the names of the predefined modules, and raise the limits of recursion and
-    digits."""
+    """Return Python's built-in names and the predefined modules by name, and raise the limits of recursion and digits."""
     sys.setrecursionlimit(MAX_RECURSION)
     sys.set_int_max_str_digits(0)
     libraries = {name: importlib.import_module(name) for name in PRESUMED}
@@ -172,7 +166,6 @@ def _check(request: dict[str, Any], test: str, module: types.ModuleType) -> Call
 
 
 def _call(arguments: list[Any], function: str, module: types.ModuleType, returned: list[str]) -> Callable[[], object]:
-
     def call() -> None:
         value = _function(function, module.__dict__)(*map(_with_int_keys, arguments))
         try:
@@ -194,15 +187,12 @@ def _function(name: str, names: dict[str, Any]) -> Any:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """Return a mapping with its keys as whole numbers again, because JSON turns them into texts."""
     if isinstance(value, dict) and value and all(key.lstrip("-").isdecimal() for key in value):
         return {int(key): each for key, each in value.items()}
     return value
 
 
 class Clock:
-    """Enforces the time limit of each test."""
-
     def __init__(self, time_s: float, errors: int) -> None:
         self.time_s, self._errors = time_s, errors
 
@@ -222,7 +212,6 @@ class Clock:
                 continue
 
     def timed(self, run: Callable[[], object]) -> tuple[str, str, str]:
-        """Call `run`, and return the state, the seconds and the error text of the call."""
         started_s = time.perf_counter()
         try:
             try:

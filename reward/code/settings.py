@@ -20,10 +20,8 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 
 class CodeSettings(Section):
-    """Settings of `code_tests`."""
-
     sandbox: Literal["auto", "bwrap", "landlock", "remote", "none"] = "auto"
-    """Isolation of the programs. `auto` is the first kind that works on the worker's host; if none does, the run is
+    """Isolation of the programs. `auto` is the first kind that works on the worker's host; without one the run is
     refused."""
     url: str | None = None
     """URL of the sandbox `remote`."""
@@ -40,7 +38,7 @@ class CodeSettings(Section):
     score: Literal["all", "share"] = "all"
     """Reward. `all`: 1 if all tests pass, else 0; `share`: the share of tests that pass."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (PYTHON, "main.py")
-    """Command of a program with pairs of input and output, beside the program; `python` is the worker's interpreter."""
+    """Command that runs a program with pairs of input and output, in its folder; `python` is the worker's interpreter."""
     file: FileName = "main.py"
     """Name of the program's file for `command`."""
     extract: Literal["auto", "block", "none"] = "auto"
@@ -72,7 +70,6 @@ class CodeSettings(Section):
         return {self.tests_column} | named
 
     def read_row(self, row: Mapping[str, Any]) -> Cases | None:
-        """Return the tests of a row. Raises InvalidInput."""
         setup = [row.get(name) for name in self.setup_columns]
         try:
             cases = read_cases(row.get(self.tests_column), self.kind, row.get(self.entry_point_column), setup)
@@ -90,7 +87,6 @@ class CodeSettings(Section):
         return math.ceil(num_completions / self.parallel) * self.total_time_s / SHARE_OF_CALL
 
     def limits(self, time_s: float) -> Limits:
-        """Return the sandbox's limits for a program with `time_s`."""
         return Limits(
             time_s=time_s,
             memory_mb=self.memory_mb,
@@ -104,7 +100,6 @@ class CodeSettings(Section):
         return make_sandbox(self.sandbox, readable=self.readable, url=self.url)
 
     def check_host(self) -> None:
-        """Raise InvalidInput if this host cannot run the tests."""
         self.make_sandbox()
         if self.kind == "pytest" and self.sandbox != "remote" and importlib.util.find_spec("pytest") is None:
             raise InvalidInput(

@@ -1,10 +1,8 @@
 """Caches answers of services in one SQLite file of the host's user.
 
 Promise: an answer survives restarts, and all processes of the user share it. The file stays below its limit. A fault of
-the cache never fails a request: without a usable file every question is sent.
-
-`PACELINE_ANSWER_CACHE` is the folder (default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` its limit (1024;
-0: off).
+the cache never fails a request: without a usable file every question is sent. `PACELINE_ANSWER_CACHE` is the folder
+(default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` its limit in MB (1024; 0: off).
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ def digest_of(question: Mapping[str, Any]) -> str:
 
 
 class AnswerCache:
-    """The cache file, opened at first use."""
-
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._path, self._max_bytes = folder / FILE, max_bytes
         self._db: sqlite3.Connection | None = None
@@ -49,8 +45,7 @@ class AnswerCache:
 
     @classmethod
     def of_user(cls) -> AnswerCache | None:
-        """Return the cache that the environment names. Return None if the limit is 0, or if files are encrypted with a
-        storage key, because the cache is not encrypted."""
+        """Return the cache that the environment names; None if its limit is 0, or if a storage key encrypts files."""
         given = os.environ.get("PACELINE_ANSWER_CACHE")
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "answers"
         text = os.environ.get("PACELINE_ANSWER_CACHE_MB", "")

@@ -33,8 +33,6 @@ MAX_PAUSE_S = 300.0
 
 
 class RequestRate:
-    """Spaces the starts of requests evenly."""
-
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
@@ -54,17 +52,15 @@ class RequestRate:
             await self._sleep(start_s - now_s)
 
     def pause(self, seconds: float) -> None:
-        """Start no request for this many seconds, at most MAX_PAUSE_S."""
         self._paused_until_s = max(self._paused_until_s, self._clock() + min(seconds, MAX_PAUSE_S))
 
 
 def share_of(limit: float, num_processes: int) -> float:
-    """Return one process's share of a limit."""
     return limit / max(1, num_processes)
 
 
 def slots_of(limit: int, num_processes: int) -> int:
-    """Return how many of the pool's `limit` concurrent requests one process may have; at least one."""
+    """Return how many of the pool's `limit` concurrent requests one process may have; at least 1."""
     return max(1, limit // max(1, num_processes))
 
 
@@ -186,7 +182,6 @@ class Endpoint:
         raise _Passing(why, _seconds(retry_after))
 
     def _redacted(self, text: str) -> str:
-        """Return a text in one line, shortened and without the key, which a service may repeat."""
         if self._key:
             text = text.replace(self._key, "…")
         if len(self._key) > 2 * SHOWN_CHARS:  # services repeat its first characters and asterisks
@@ -215,7 +210,6 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def _reason(text: bytes) -> str:
-    """Return the message of an error in the format of OpenAI's services, or the text itself."""
     found: Any = text.decode("utf-8", "replace")
     try:
         parsed = json.loads(text)
@@ -228,7 +222,7 @@ def _reason(text: bytes) -> str:
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds of a Retry-After header, given as a number or a date; 0 if it is missing or invalid."""
+    """Return the seconds of a Retry-After header (a number or a date); 0 if the header is missing or invalid."""
     if retry_after.strip().isdecimal():
         return float(retry_after[:9])
     try:

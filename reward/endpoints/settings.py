@@ -24,27 +24,21 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class EndpointSettings(Section):
-    """One OpenAI-compatible service."""
-
     base_url: str
     """URL up to and including the version, such as `http://127.0.0.1:8000/v1`, without a route."""
     model: str
-    """Name of the model in requests."""
     api_key_env: str | None = None
     """Environment variable of the reward workers that holds the key; its name ends in API_KEY."""
     api_key_file: str | None = None
     """File of the reward workers' hosts that holds the key; absolute, and its name ends in api_key."""
     max_concurrency: PositiveInt = 32
-    """Number of concurrent requests of the whole reward pool, divided among its processes; each process has at least
-    one."""
+    """Number of concurrent requests of the reward pool, divided among its processes, of which each has at least one."""
     max_requests_per_minute: PositiveFloat | None = None
-    """Largest number of requests per minute of the whole reward pool, divided among its processes; null for no limit.
-    """
+    """Largest number of requests per minute of the reward pool, divided among its processes; null for no limit."""
     attempts: PositiveInt = 4
     """Number of attempts at a request before the service counts as unavailable."""
     first_backoff_s: NonNegativeFloat = 0.5
-    """Pause in seconds after the first failed attempt. It doubles after each further failure, up to 30 seconds. A
-    longer `Retry-After` takes precedence."""
+    """Pause in seconds after the first failure, doubled at each further one up to 30, or a longer `Retry-After`."""
     request_timeout_s: PositiveFloat = 60.0
     """Time limit of one attempt, in seconds."""
     cache: bool = True

@@ -1,8 +1,7 @@
 """Asks a judge all questions of a group, each as often as there are votes.
 
-Tasks: one for each vote of each question; equal questions share one request. The deadline ends all of them, and the
-cache keeps their answers, so that another attempt at the group continues from there. If a request fails after all its
-attempts, the others end too, because the service is unavailable.
+Tasks: one for each vote of each question; equal questions share one request. The deadline ends all of them; the cache
+keeps their answers for another attempt at the group. A request that fails after all its attempts ends the others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ Parse = Callable[[str], Verdict | None]
 REASKED_SEED = 1_000_003
 """Number that is added to the seed when a vote is retried, because the same seed may give the same answer."""
 _without_schema: set[tuple[str, str]] = set()
-"""Services and models that refused `response_format`."""
 
 
 class NoVerdict(RuntimeError):
@@ -36,8 +34,6 @@ class NoVerdict(RuntimeError):
 
 
 class Panel:
-    """The votes of one judge on the questions of one group."""
-
     def __init__(
         self,
         settings: JudgeSettings,
@@ -46,7 +42,6 @@ class Panel:
         count: Count,
         verdict: dict[str, Any],
     ) -> None:
-        """`verdict` maps the name of the verdict's field to its JSON schema."""
         self._settings, self._endpoint, self._count = settings, endpoint, count
         self._cache = cache if settings.endpoint.cache else None
         self._schema = {
@@ -191,7 +186,6 @@ def _names_format(refusal: str) -> bool:
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """Return one error of a group, preferably one of an unavailable service."""
     flat: list[Exception] = []
     for error in group.exceptions:
         flat.append(_first(error) if isinstance(error, ExceptionGroup) else error)

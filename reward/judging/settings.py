@@ -69,7 +69,7 @@ Reply with one JSON object and nothing else: {"reasoning": "<two sentences>", "b
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """Return the template with the values in place of their names. Names without a value stay unchanged."""
+    """Return the template with the values in place of their names; names without a value stay unchanged."""
     return templates.fill(template, values, as_text)
 
 
@@ -88,8 +88,6 @@ def messages(system: str, user: str) -> list[dict[str, str]]:
 
 
 class JudgeSettings(Section):
-    """Settings of both judges."""
-
     endpoint: EndpointSettings
     rubric: Annotated[str, Field(min_length=1)]
     """Criteria for the judge."""
@@ -104,13 +102,13 @@ class JudgeSettings(Section):
     max_tokens: PositiveInt = 1024
     """Largest number of tokens in an answer."""
     structured: Literal["auto", "json_schema", "json_object", "none"] = "auto"
-    """Way in which the JSON object is enforced: by `response_format` of that type, or only by the prompt (`none`).
-    `auto` takes `json_schema`, or `none` after the service has refused it."""
+    """Way to enforce the JSON object: `response_format` of that type, or only the prompt (`none`). `auto`:
+    `json_schema`, or `none` after the service has refused it."""
     answer_attempts: PositiveInt = 2
     """Number of attempts at one vote, if the answers have no verdict."""
     when_unavailable: Literal["wait", "none", "fail"] = "wait"
-    """If the service gives no answer: `wait` to score the group later, `none` to give these completions None, `fail` to
-    fail the attempt."""
+    """If the service gives no answer: `wait` to score the group later, `none` for no score, `fail` for a failed
+    attempt."""
     when_no_verdict: Literal["none", "fail"] = "none"
     """If too few answers have a verdict: `none` to give the completion None, `fail` to fail the attempt."""
     reasoning: bool = False
@@ -120,12 +118,10 @@ class JudgeSettings(Section):
 
     @property
     def needed_votes(self) -> int:
-        """Return the smallest number of verdicts that gives a result."""
         return self.min_votes or self.votes // 2 + 1
 
     @property
     def used_temperature(self) -> float | None:
-        """Return the temperature of a request. None leaves it to the service."""
         if self.temperature == "auto":
             return 0.0 if self.votes == 1 else 0.7
         return self.temperature
@@ -175,12 +171,11 @@ class PairSettings(JudgeSettings):
     template: str = PAIR_TEMPLATE
     """Message with `{prompt}`, `{completion_a}`, `{completion_b}` and any column in braces."""
     scores: Literal["win_rate", "bradley_terry"] = "win_rate"
-    """Way in which comparisons become scores: the share of wins, or the mean chance of a win by the model of Bradley
-    and Terry."""
+    """Score of a completion: the share of wins, or the mean chance of a win by the model of Bradley and Terry."""
     max_pairs: PositiveInt | None = None
     """Number of a group's pairs that are compared, spread evenly over the completions. Default: all pairs."""
     reference_column: str | None = None
-    """Column whose text each completion is compared with, instead of the other completions. The reward is the share of
+    """Column whose text each completion is compared with, instead of other completions; the reward is the share of
     wins."""
 
     @model_validator(mode="after")

@@ -1,8 +1,6 @@
 """Parses a judge's verdicts, combines votes, and computes scores from comparisons of pairs. Pure.
 
-Promise: an unclear verdict is None, never a number.
-
-Suffix: C completions of a group.
+Promise: an unclear verdict is None, never a number. Suffix: C completions of a group.
 """
 
 from __future__ import annotations
@@ -57,8 +55,7 @@ def pair_verdict(text: str) -> Verdict | None:
 
 
 def combined(values: Sequence[float], vote: Vote) -> float:
-    """Return the mean, the median or the most frequent of one or more values; the mean of several equally frequent
-    ones."""
+    """Return the mean, median or most frequent of one or more values; the mean of several equally frequent ones."""
     if vote == "mean":
         return statistics.fmean(values)
     if vote == "median":
@@ -79,7 +76,6 @@ def _last(text: str, value_of: Callable[[dict[str, Any]], float | None]) -> Verd
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the outermost JSON objects in a text, from the front."""
     decoder, position = json.JSONDecoder(), text.find("{")
     while position >= 0:
         try:
@@ -93,8 +89,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 PRIOR = 0.25
-"""Number of wins that each completion of a compared pair gets in advance, so that a completion that always won has a
-finite strength."""
+"""Number of wins that each completion of a compared pair gets in advance, so that every strength is finite."""
 MAX_ROUNDS = 500
 TOLERANCE = 1e-9
 
@@ -114,8 +109,7 @@ def balanced_pairs(num_completions: int, max_pairs: int | None = None) -> list[P
 
 
 def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] mean result of each completion's comparisons, a tie as half a win; None for one that was never
-    compared.
+    """Return [C] mean result of each completion's comparisons, a tie as half a win; None for one without comparisons.
 
     results: for a pair (i, j) the share of wins of i, from 0 to 1.
     """

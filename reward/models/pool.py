@@ -18,14 +18,11 @@ from paceline.user_code.ends import ProcessDied, ProcessTimeout
 from paceline.user_code.process import SharedProcess
 
 KINDS = ("reward_model", "process_reward_model")
-"""Built-in functions that run in a model's process."""
 
 
 class RewardModels:
-    """The models of a run. Each has the index of its function."""
-
     def __init__(self, functions: Sequence[RewardFunctionSection]) -> None:
-        """`functions` are the run's. Raises InvalidInput for wrong settings of a model."""
+        """Raises InvalidInput for wrong settings of a model."""
         self._functions: dict[int, tuple[RewardFunctionSection, Any, Any]] = {}
         shared: dict[str, Any] = {}
         for index, function in enumerate(functions):
@@ -76,15 +73,12 @@ LOAD_TIMEOUT_S = 1800.0
 
 
 class ModelProcess:
-    """One child process with one model."""
-
     def __init__(self, function: str, settings: ModelSettings, memory_mb: int) -> None:
         """`start` loads the model. memory_mb: address space in MiB that the process may add on a CPU."""
         load = {"function": function, "model": settings.shared(), "memory_bytes": memory_mb << 20}
         self.shared = SharedProcess("paceline.reward.models.serving", load, None)
         self._starting = asyncio.Lock()
         self.version = ""
-        """Version of the weights that scored the last group."""
 
     async def start(self) -> None:
         """Start the process and load the model, unless it runs. Raises InvalidInput for an unsuitable model, Unreadable

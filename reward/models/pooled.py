@@ -69,7 +69,6 @@ class PooledScorer:
         self._texts = TextEncoder(settings, tokenizer)
         self._num_outputs = int(config.num_labels)
         self.version = f"{self._endpoint.model} at {self._endpoint.base_url}"
-        """Version of the weights: the server's name of the model. Only a person replaces the weights there."""
         self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
 
     def encode(self, prompt: Any, completion: Any) -> Text:
@@ -79,7 +78,7 @@ class PooledScorer:
         self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
     ) -> list[list[float] | None]:
         """Return scores like `Scorer.scores`, by concurrent requests of `max_batch_tokens` each. Raises
-        EndpointUnavailable if the server gives no answer, InvalidInput for an invalid answer."""
+        EndpointUnavailable without an answer, InvalidInput for an invalid answer."""
         found: list[list[float] | None] = [None] * len(texts)
         fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
         lengths = [len(texts[index].ids) for index in fitting]
@@ -111,7 +110,6 @@ class PooledScorer:
                 raise InvalidInput(f"the server of the reward model {self.version}: {error}") from None
 
     def _score(self, text: Text, outputs: Any) -> list[float]:
-        """Return the score, or the scores of the steps. Raises InvalidInput for outputs of another shape."""
         by_step = isinstance(self._settings, ProcessModelSettings)
         shape = (len(text.ids), self._num_outputs) if by_step else (1,)
         try:
@@ -137,7 +135,6 @@ def _uncounted(name: str, value: float) -> None:
 
 
 def _outputs(answer: dict[str, Any], count: int) -> list[Any]:
-    """Return the outputs in the order of the request. Raises BadAnswer."""
     rows = answer.get("data")
     found: dict[Any, Any] = {}
     if isinstance(rows, list):

@@ -1,7 +1,7 @@
 """Scores texts with a classification model, in passes of a token budget.
 
-Promise: a text's score is that of transformers' own forward pass on this text alone, up to the rounding of its type,
-whatever other texts are in the pass. A text that is longer than the model reads has no score.
+Promise: a text's score is that of transformers' own forward pass on this text alone, up to the rounding of its type. A
+text that is longer than the model reads has no score.
 
 Suffixes: N texts of a pass, T tokens of the longest, L outputs of the model.
 """
@@ -92,8 +92,7 @@ def chances_at_steps(logits_SL: torch.Tensor, settings: ProcessModelSettings) ->
 
 
 def load_scorer(settings: ModelSettings) -> Scorer:
-    """Load the current model. Raises InvalidInput for another kind of model or damaged files, Unreadable for missing
-    files or devices."""
+    """Load the current model. Raises InvalidInput for another kind or damaged files, Unreadable for missing files."""
     from transformers import (
         AutoConfig,
         AutoModelForSequenceClassification,
@@ -124,7 +123,6 @@ def load_scorer(settings: ModelSettings) -> Scorer:
 
 
 def longest_text(config: Any) -> int:
-    """Return the number of tokens of the longest text that a model reads."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
 
 
@@ -152,7 +150,6 @@ def device_of(settings: ModelSettings) -> torch.device:
 
 
 def check_kind(settings: ModelSettings, config: Any) -> None:
-    """Raise InvalidInput for a model of another kind."""
     by_step = isinstance(settings, ProcessModelSettings)
     kinds = config.architectures or []
     wanted = "ForTokenClassification" if by_step else "ForSequenceClassification"
@@ -170,21 +167,16 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
 
 
 class Text(NamedTuple):
-    """One text to score."""
-
     ids: list[int]
     places: list[int]
     """[S] indices of tokens whose outputs count: the ends of steps; empty if the model itself finds the last token."""
 
 
 class TextEncoder:
-    """Renders the texts of a model with its tokenizer."""
-
     def __init__(self, settings: ModelSettings, tokenizer: Any) -> None:
         self._settings, self.tokenizer = settings, tokenizer
 
     def encode(self, prompt: Any, completion: Any) -> Text:
-        """Return the tokens of a prompt with its completion. Raises InvalidInput if they cannot be rendered."""
         kwargs = self._settings.chat_template_kwargs or {}
         if isinstance(self._settings, ProcessModelSettings):
             return self._steps(prompt, completion, self._settings.step_separator)
@@ -209,8 +201,7 @@ def steps_of(text: str, separator: str) -> list[str]:
 
 
 def passes(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Divide the texts into passes, and return the indices of each pass. The longest texts come first, so that texts of
-    similar length share a pass.
+    """Return the indices of the texts of each pass; texts of similar length share a pass, the longest come first.
 
     A pass has at most `max_tokens` tokens including padding (texts times the longest), or one text.
     """
@@ -250,8 +241,7 @@ def located(path: str) -> str:
 
 
 def fetched(path: str, *, weights: bool = True) -> tuple[str, str]:
-    """Return the argument of transformers' `from_pretrained`, and the version of the files. Both change when the files
-    change.
+    """Return the argument of transformers' `from_pretrained`, and the version of the files. Both change with the files.
 
     Files of a URL are copied to this host, with `weights` or without. Raises Unreadable if they cannot be read now,
     InvalidInput for an unknown URL.

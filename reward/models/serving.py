@@ -31,7 +31,6 @@ MAX_GROUPS = 256
 
 
 def main() -> None:
-    """Serve the socket until the runner closes it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with connect(killed_first=False) as connection, contextlib.suppress(EOFError, ConnectionError):
         _serve(connection)
@@ -75,8 +74,6 @@ def _read(connection: socket.socket, requests: queue.Queue[dict[str, Any] | None
 
 
 class ModelServer:
-    """Holds the loaded model and its successor."""
-
     def __init__(self, load: dict[str, Any]) -> None:
         """Load the model. Raises InvalidInput for another kind of model or damaged files, Unreadable for missing files
         or devices, or for an unreachable server."""
@@ -90,7 +87,6 @@ class ModelServer:
         self._load = open_scorer
         self._scorer: Any = open_scorer(self._settings)
         self._newer: Any = None
-        """The newest weights that the thread has loaded."""
         self._stopped = threading.Event()
 
     @property
@@ -98,8 +94,7 @@ class ModelServer:
         return str(self._scorer.version)
 
     def answers(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return a reply to each request. Groups share passes. If a pass fails, each group is scored alone, so that
-        only the faulty one fails."""
+        """Return a reply to each request. Groups share passes; if a pass fails, each group is scored alone."""
         newer = self._newer
         if newer is not None and newer is not self._scorer:
             log.info("the reward model %s scores with version %s now", self._settings.path, newer.version)
@@ -137,7 +132,6 @@ class ModelServer:
             found[index] = {"id": requests[index]["id"], "scores": own, "version": self.version}
 
     def start_refreshing(self) -> None:
-        """Start a thread that checks for other weights every `refresh_s`, if that is set."""
         if self._settings.refresh_s:
             threading.Thread(target=self._refresh, daemon=True, name="refresh").start()
 

@@ -19,11 +19,10 @@ class ModelSettings(Section):
     """`reward_model`: a sequence classification with one output."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Folder, fsspec URL, name on the hub, or a folder of exports (its newest step is used). With `endpoint` only its
+    """Folder, fsspec URL, name on the hub, or a folder of exports, whose newest step is used. With `endpoint` only the
     tokenizer and config.json are read."""
     endpoint: EndpointSettings | None = None
-    """vLLM's server that holds the model, for a model that is larger than a GPU. Its `base_url` ends before `/pooling`.
-    """
+    """vLLM's server for a model that is larger than a GPU. Its `base_url` ends before `/pooling`."""
     scale: float = 1.0
     """Factor by which the score is multiplied, after `offset` was subtracted from it."""
     offset: float = 0.0
@@ -63,12 +62,10 @@ class ProcessModelSettings(ModelSettings):
     reduce: Literal["min", "product", "mean", "last"] = "min"
     """Combination of the steps' scores."""
     positive_label: Annotated[int, Field(ge=0)] = 1
-    """Index of the output whose probability is the score of a step. A model with one output gives its sigmoid instead.
-    """
+    """Index of the output whose probability is the score of a step. A model with one output has its sigmoid instead."""
 
 
 def model_settings(function: str, kwargs: object) -> ModelSettings:
-    """Return the settings of a reward model's function. Raises InvalidInput."""
     kind = ProcessModelSettings if function == "process_reward_model" else ModelSettings
     return checked_settings(kind, kwargs, function)
 
@@ -78,8 +75,7 @@ MAX_LABEL = 40
 
 
 def rewards_of(reply: dict[str, Any], settings: ModelSettings, num_completions: int) -> list[float | None]:
-    """Return [C] scale · (score - offset), where the scores of steps are combined first; None without a score. Raises
-    InvalidInput."""
+    """Return [C] scale · (score - offset), the scores of steps combined; None without a score. Raises InvalidInput."""
     scores = reply.get("scores")
     if not isinstance(scores, list) or len(scores) != num_completions:
         raise InvalidInput(f"did not get a score for each of {num_completions} completions from its model")
@@ -99,7 +95,6 @@ def extra_of(reply: dict[str, Any], settings: ModelSettings, label: str, num_com
 
 
 def reduced(values: list[float], how: str) -> float:
-    """Return the combined score of the steps: their `min`, `product`, `mean` or the `last`."""
     if how == "min":
         return min(values)
     if how == "product":

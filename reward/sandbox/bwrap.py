@@ -1,7 +1,6 @@
-"""Backend `bwrap`: bubblewrap's user, mount, pid, network and IPC namespaces. Inside them the filter of system calls
-and the rlimits are those of `landlock`.
+"""Backend `bwrap`: bubblewrap's namespaces (user, mount, pid, network, IPC), with the filter and rlimits of `landlock`.
 
-It needs a user namespace, which restricted pods refuse. The program's folder is a tmpfs, so the kernel bounds the disk,
+Needs a user namespace, which restricted pods refuse. The program's folder is a tmpfs, so the kernel bounds the disk,
 and the end of the pid namespace ends all processes of the program.
 """
 
@@ -28,12 +27,10 @@ NEEDED = ("--disable-userns", "--size")
 
 
 class BwrapSandbox:
-    """Implements `paceline.reward.sandbox.protocol.Sandbox`."""
-
     name = "bwrap"
 
     def __init__(self, readable: Readable) -> None:
-        """Set what programs may read. Raises SandboxFailed if bwrap is missing or too old."""
+        """Raises SandboxFailed if bwrap is missing or too old."""
         self._readable = readable
         found = shutil.which("bwrap")
         if found is None:
@@ -94,12 +91,10 @@ class BwrapSandbox:
 
 
 class InnerFolder:
-    """The tmpfs of a program. The kernel bounds the bytes of the tmpfs but not its entries, so the tmpfs is measured
-    too."""
+    """The tmpfs of a program. The kernel bounds its bytes but not its entries, so it is measured too."""
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes in the tmpfs, read through a process that has it mounted. An entry counts as at least
-        ENTRY_BYTES."""
+        """Return the bytes in the tmpfs, read through a process that has it mounted; an entry is at least ENTRY_BYTES."""
         for pid in reversed(pids):
             with contextlib.suppress(OSError):
                 state = os.statvfs(f"/proc/{pid}/root{FOLDER}")

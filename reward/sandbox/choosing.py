@@ -7,8 +7,7 @@ Backend `none` is for trusted code, and for hosts where something else isolates 
 whatever the caller's user may. Output, disk in the folder, time, memory and threads are bounded as elsewhere.
 
 Backend `landlock` uses Landlock, a filter of system calls and rlimits, applied by the program's own process before it
-starts. It needs no privilege, namespace or cgroup, so it holds in a restricted pod. A program is one process, with
-threads.
+starts. A restricted pod can use it without privilege, namespace or cgroup. A program is one process, with threads.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ MIN_ABI = 3
 
 
 class LandlockSandbox:
-    """Implements `paceline.reward.sandbox.protocol.Sandbox`."""
-
     name = "landlock"
 
     def __init__(self, readable: Readable) -> None:
-        """Set what programs may read. Raises SandboxFailed if the kernel or the architecture lacks what is needed."""
+        """Raises SandboxFailed if the kernel or the architecture lacks what is needed."""
         self._readable = readable
         self._abi = landlock_abi()
         if self._abi < MIN_ABI:
@@ -143,7 +140,7 @@ def probe(name: str, readable: Readable) -> Sandbox | str:
 
 
 class NoSandbox:
-    """Implements `paceline.reward.sandbox.protocol.Sandbox` without its promises of isolation."""
+    """Runs programs without isolation."""
 
     name = "none"
 
@@ -199,19 +196,15 @@ MEANS = {
 
 @dataclass(frozen=True)
 class Report:
-    """The backends of a host."""
-
     holding: tuple[str, ...]
     """Backends that passed the probe, in the order of `auto`."""
     reasons: dict[str, str]
     """Maps a backend that failed the probe to the reason."""
     means: dict[str, str]
-    """Maps a goal (files, network, processes, memory limit, kernel) to its mechanism in the first backend that passed
-    the probe."""
+    """Maps a goal (files, network, processes, memory limit, kernel) to its mechanism in the first holding backend."""
 
 
 def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = None) -> Report:
-    """Probe each backend and return the results."""
     paths = Readable.of_interpreter()
     holding, reasons = [], {}
     for name in backends:
@@ -227,7 +220,6 @@ def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = No
 
 
 def describe_kernel(cpuinfo: Path = Path("/proc/cpuinfo"), log: Callable[[], bytes] | None = None) -> str:
-    """Return a description of the kernel, which every local backend shares with this process."""
     if b"gVisor" in (log or _kernel_log)():
         return "gVisor's kernel, which isolates programs from the host's"
     try:

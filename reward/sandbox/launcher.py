@@ -36,7 +36,6 @@ _kinds: dict = {}  # type: ignore[type-arg]
 
 
 def main() -> None:
-    """Apply the plan in argv[1] and execute argv[2:]."""
     try:
         plan = _read(sys.argv[1])
         apply(plan)
@@ -99,7 +98,6 @@ def _be_killed_first() -> None:
 
 
 def _tasks_of_user() -> int:
-    """Return the number of tasks of this user, because RLIMIT_NPROC counts them all."""
     uid, tasks = os.getuid(), 0
     try:
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]

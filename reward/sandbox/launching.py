@@ -19,9 +19,8 @@ from paceline.reward.sandbox.seccomp_filter import build_filter
 
 OPEN_FILES = 64
 SPARE_TASKS = 1024
-"""Number of tasks that the kernel allows beyond the user's present ones. The supervisor ends a program that has far
-fewer; this number only bounds the tasks that a program can start between two measurements. It is enough for concurrent
-programs."""
+"""Number of tasks that the kernel allows beyond the user's present ones, enough for concurrent programs. It bounds the
+tasks that a program can start between two measurements; the supervisor's limit is far lower."""
 
 
 def launch_command(
@@ -74,7 +73,7 @@ class PopenChild:
         helpers: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start `argv` in `folder`. helpers: number of processes of the sandbox itself. Raises OSError."""
+        """`helpers` is the number of processes of the sandbox itself. Raises OSError."""
         self.helpers = helpers
         self._process = subprocess.Popen(
             list(argv),
@@ -115,7 +114,6 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 
 def _taken(stream: Any) -> int:
-    """Detach the descriptor of a pipe from its file object and return it."""
     number = os.dup(stream.fileno())
     stream.close()
     return number
@@ -177,5 +175,5 @@ def is_runnable(pid: int) -> bool:
 
 
 def _status_fields(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` behind the name, which may contain anything: state, parent, …"""
+    """Return the fields of `/proc/PID/stat` after the name (which may contain anything): state, parent and more."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

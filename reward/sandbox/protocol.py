@@ -17,28 +17,23 @@ Ending = Literal["exited", "signal", "time", "output", "disk", "processes", "mem
 """Way in which a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
 
 PYTHON = "python"
-"""If argv[0] is this name, the program runs with the interpreter of the caller's environment, or of the remote sandbox.
-"""
+"""As argv[0], this name means the interpreter of the caller's environment, or of the remote sandbox."""
 
 MAX_INPUT_BYTES = 16 << 20
 
 
 class SandboxFailed(Unavailable, ConnectionError):
-    """The sandbox itself could not run the program. This is not the program's fault and never a score: a reward worker
-    returns the task, as for an unavailable service."""
+    """The sandbox failed, not the program, which gets no score. A reward worker returns the task for later."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program."""
-
     time_s: float = 10.0
     """Elapsed seconds; also the processor seconds of each process."""
     memory_mb: int = 512
     """Address space of each process, in MiB; for several processes also their total resident memory."""
     processes: int = 1
-    """Number of concurrent processes. With 1, the program cannot start another one. Backend `landlock` allows only 1.
-    """
+    """Number of concurrent processes. With 1, the program cannot start another; `landlock` allows only 1."""
     threads: int = 64
     """Number of concurrent threads of all processes together."""
     output_bytes: int = 1 << 20
@@ -47,7 +42,6 @@ class Limits:
     """Largest size in MiB of all files in the program's folder together, and of a single file."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidInput for a limit that is not positive."""
         for name in ("time_s", "memory_mb", "processes", "threads", "output_bytes", "disk_mb"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**40:
@@ -64,8 +58,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one program."""
-
     ended: Ending
     exit_code: int | None
     """Exit status; None unless the program exited by itself."""

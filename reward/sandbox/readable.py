@@ -25,8 +25,6 @@ TOO_WIDE = {"/", "/home", "/root", "/etc", "/proc", "/sys", "/dev", "/run", "/va
 
 @dataclass(frozen=True)
 class Readable:
-    """Paths that programs may read."""
-
     folders: tuple[str, ...]
     """Paths to read and execute, with everything below; also single files."""
     files: tuple[str, ...] = FILES
@@ -63,7 +61,7 @@ def command(argv: Sequence[str]) -> list[str]:
 
 @functools.cache
 def launcher() -> Path:
-    """Return the launcher's file: compiled if Python could store that, else its source, which each start would compile."""
+    """Return the launcher's compiled file; if Python could not store one, the source, which each start compiles."""
     from paceline.reward.sandbox import launcher as module
 
     compiled = Path(importlib.util.cache_from_source(module.__file__))
@@ -91,7 +89,6 @@ def environment(workspace: str) -> Mapping[str, str]:
 
 
 def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths that are not below another one, in order."""
     kept: list[str] = []
     for path in dict.fromkeys(os.path.normpath(path) for path in paths):
         if not any(path != other and Path(path).is_relative_to(other) for other in paths):

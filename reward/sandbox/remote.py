@@ -26,7 +26,7 @@ OVERHEAD_S = 30.0
 
 
 class RemoteSandbox:
-    """Implements `paceline.reward.sandbox.protocol.Sandbox`; other limits than time and output are the service's."""
+    """Runs programs at the service; other limits than time and output are the service's."""
 
     name = "remote"
 
@@ -37,8 +37,7 @@ class RemoteSandbox:
         self._url = f"{url.rstrip('/')}/run_code"
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """Run a program like `Sandbox.run`. argv `[python, FILE]` is sent as Python code, everything else as a line of
-        bash."""
+        """Run a program like `Sandbox.run`. argv `[python, FILE]` is sent as Python code, all else as a line of bash."""
         check_request(argv, files, stdin)
         started_s = time.monotonic()
         request = {
@@ -97,7 +96,6 @@ def _program(argv: Sequence[str], files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _outcome(answer: dict[str, Any], limits: Limits, duration_s: float) -> Outcome:
-    """Return the outcome in an answer. Raises SandboxFailed if the service reports a failure, or no outcome."""
     result = answer.get("run_result")
     if answer.get("status") == "SandboxError" or not isinstance(result, dict):
         raise SandboxFailed(f"the sandbox failed: {str(answer.get('message') or answer)[:200]}")

@@ -204,4 +204,3 @@ UNSUPPORTED = _numbers("""
     fallocate:285:47 fremovexattr:199:16 fsetxattr:190:7 lremovexattr:198:15 lsetxattr:189:6
     removexattr:197:14 setxattr:188:5
 """)
-"""Calls that answer EOPNOTSUPP; programs do without them."""

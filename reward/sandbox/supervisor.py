@@ -37,8 +37,6 @@ STARVED_SHARE = 0.1
 
 
 class Files(Protocol):
-    """The folder of a program."""
-
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
         """Return the bytes in the folder and in deleted files that `pids` hold open, or a number above `most_bytes`."""
         ...
@@ -94,10 +92,8 @@ def supervise(
 
 
 def _started(child: PopenChild, pipes: Pipes, ready: bytes, until_s: float) -> bool:
-    """Serve the pipes until the program starts or the sandbox ends; return False if neither happened in time.
-
-    Until then the process is the launcher, or a copy of this process, whose shared memory would count as the program's.
-    """
+    """Serve the pipes until the program starts or the sandbox ends; return False if neither happened in time. Until
+    then the process is the launcher or a copy of this process, whose shared memory would count as the program's."""
     while not pipes.stderr_bytes.startswith(ready) and not child.ended():
         left_s = until_s - time.monotonic()
         if left_s <= 0 or pipes.full:
@@ -171,8 +167,7 @@ class Pipes:
 
     def __init__(self, ends: tuple[int, int, int], data: bytes, output_bytes: int, skip_bytes: int, pid: int) -> None:
         """Take the ends of standard input, output and error. data: the program's input. output_bytes: bound of each
-        output; skip_bytes: number of bytes at the beginning of standard error that are the sandbox's. pid: process
-        whose end also ends the waits."""
+        output; skip_bytes: bytes of the sandbox that begin standard error. pid: process whose end ends the waits."""
         stdin, stdout, stderr = ends
         self._rest = memoryview(data)
         self._output_bytes, self._skip_bytes = output_bytes, skip_bytes
@@ -198,12 +193,10 @@ class Pipes:
 
     @property
     def stdout(self) -> bytes:
-        """Return the program's standard output, up to the bound."""
         return bytes(self.stdout_bytes[: self._output_bytes])
 
     @property
     def stderr(self) -> bytes:
-        """Return the program's standard error, up to the bound."""
         return bytes(self.stderr_bytes[self._skip_bytes : self._skip_bytes + self._output_bytes])
 
     def serve(self, timeout_s: float) -> None:
@@ -236,7 +229,6 @@ class Pipes:
             self._close(self._stdin)
 
     def _read_piece(self, stream: int) -> bool:
-        """Read once; return whether there was data."""
         target, most = self._read[stream]
         try:
             piece = os.read(stream, max(1, min(PIECE_BYTES, most + 1 - len(target))))

@@ -44,8 +44,8 @@ class Workspace:
         self.remove()
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes on disk of all files in the folder and of the deleted files that `pids` hold open. Once they
-        certainly exceed `most_bytes`, return any larger number."""
+        """Return the bytes on disk of the folder and deleted files that `pids` hold open, or a number above
+        `most_bytes`."""
         try:
             folder = os.open(self.path, FOLDER)
         except OSError:
@@ -66,7 +66,6 @@ class Workspace:
 
 
 def _used_bytes(folder: int, most_bytes: int, depth: int) -> int:
-    """Return `Workspace.used_bytes` of an open folder, and close the folder."""
     used = 0
     try:
         if depth == 0:
@@ -100,10 +99,8 @@ def _empty(top: int) -> None:
 
 
 def _flatten(top: int, name: str, unused: str, number: int) -> int:
-    """Move the folders in folder `name` up to `top`, as `unused` with numbers from `number` on, then remove it.
-
-    Return the next number.
-    """
+    """Move the folders in `name` to `top`, as `unused` with numbers from `number` on, and remove it. Return the next
+    number."""
     # Only modes can keep the owner out; nothing runs any more that could put a link in its place.
     os.chmod(name, 0o700, dir_fd=top)
     below = os.open(name, FOLDER, dir_fd=top)

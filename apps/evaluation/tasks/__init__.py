@@ -11,10 +11,8 @@ TASKS = Path(__file__).parent
 
 
 def task_names() -> list[str]:
-    """Return the names of the evaluation files, sorted."""
     return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 
 def task_file(name: str) -> Path | None:
-    """Return the file of a task; None for an unknown name."""
     return TASKS / f"{name}.yaml" if name in task_names() else None

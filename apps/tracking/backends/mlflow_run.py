@@ -12,16 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.apps.tracking.tracker import (
-    AlertKind,
-    Refused,
-    Row,
-    Step,
-    TrackedRun,
-    Tracker,
-    as_table,
-    library,
-)
+from paceline.apps.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, Tracker, as_table, library
 from paceline.errors import InvalidInput
 from paceline.spec.sections.system import TrackerSection
 

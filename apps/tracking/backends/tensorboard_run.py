@@ -1,7 +1,7 @@
 """Writes a run as TensorBoard's event files on this machine, for people who have only the coordinator's address.
 
-On the coordinator's host the run's folder has such files already (`logger.tensorboard`). Here too one event holds all
-values of an entry and the entry's sequence number, from which the files say where to resume.
+On the coordinator's host the run's folder has such files already (`logger.tensorboard`). One event holds all values of
+an entry, with the sequence number that says where to resume.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def recorded_position(folder: Path) -> int:
 
 
 def events(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return, for each event in a folder's files, its step and a mapping from tag to value; texts stay texts. A
-    truncated file is read up to its end."""
+    """Return the step of each event, and its values by tag; texts stay texts. A truncated file is read up to its end."""
     loader = library("tensorboard.backend.event_processing.event_file_loader").LegacyEventFileLoader
     return [
         (int(event.step), {value.tag: _value(value) for value in event.summary.value})

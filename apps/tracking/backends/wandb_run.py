@@ -15,16 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.tracking.tracker import (
-    TITLES,
-    AlertKind,
-    Row,
-    Step,
-    TrackedRun,
-    Tracker,
-    as_table,
-    library,
-)
+from paceline.apps.tracking.tracker import TITLES, AlertKind, Row, Step, TrackedRun, Tracker, as_table, library
 from paceline.spec.sections.system import TrackerSection
 
 INIT_TIMEOUT_S = 60.0
@@ -84,17 +75,14 @@ class WandbRun(Tracker):
         self._run.log(values, step=step.sequence)
 
     def alert(self, step: Step, kind: AlertKind, text: str) -> None:
-        """Send an alert, which W&B delivers by mail or Slack. Also send a line of the history, to show that the alert
-        was sent."""
+        """Send an alert, which W&B delivers by mail or Slack, and a line of the history that shows that it was sent."""
         self._run.alert(title=TITLES[kind], text=f"step {step.number}: {text}", level=self._wandb.AlertLevel.WARN)
         self._run.log({AXIS: step.number, WARNED: 1}, step=step.sequence)
 
     def change_state(self, step: Step, state: str, message: str) -> None:
-        """Keep the exit code for `close`."""
         self._exit_code = 1 if state == "failed" else 0
 
     def close(self) -> None:
-        """Finish the W&B run. Opening it again continues it under its id."""
         self._run.finish(exit_code=self._exit_code)
 
 
