@@ -87,7 +87,10 @@ def curve_blocks(runs: Sequence[RunCurves], *, tabled: bool = False) -> list[Blo
             constant += [[each["title"], ", ".join(f"{row['ys'][0]:g}" for row in each["lines"])] for each in still]
             blocks += [["heading", 2, title], ["charts", shown]] if shown else []
     if constant:
-        blocks += [["heading", 2, "Metrics that never moved"], ["table", "Constant metrics", ["metric", "value"], constant]]
+        blocks += [
+            ["heading", 2, "Metrics that never moved"],
+            ["table", "Constant metrics", ["metric", "value"], constant],
+        ]
     return blocks or [["text", "No value is recorded yet.", "hint"]]
 
 

@@ -23,7 +23,15 @@ def writer(tmp_path: Path) -> Writer:
     writer.train_a_step()
     with writer.ledger.transaction():
         for step in range(3):
-            content = {"step": step, "time": 1.0, "reward": step / 4, "loss": step, "age/0": step, "lr": 1e-5, "kl": 0.0}
+            content = {
+                "step": step,
+                "time": 1.0,
+                "reward": step / 4,
+                "loss": step,
+                "age/0": step,
+                "lr": 1e-5,
+                "kl": 0.0,
+            }
             writer.ledger.add_event(RUN_ID, "step", content)
         writer.ledger.add_event(RUN_ID, "warning", {"message": HOSTILE[:100]})
     return writer
