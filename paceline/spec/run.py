@@ -415,6 +415,12 @@ class RunSpec(Section):
             raise ValueError(
                 "every reward has gate_min, but a gate acts only on functions without it; remove one gate_min"
             )
+        grpo = self.grpo
+        if grpo.num_generations_per_prompt == 1 and grpo.advantage not in WITHOUT_GROUP and not self.has_teacher:
+            raise ValueError(
+                f"grpo.num_generations_per_prompt 1 with grpo.advantage {grpo.advantage!r}: a single completion cannot be "
+                f"compared; use 2 or more, or grpo.advantage {' or '.join(WITHOUT_GROUP)}"
+            )
         if self.weights.publish_interval > age + 1:
             raise ValueError(
                 f"weights.publish_interval {self.weights.publish_interval} exceeds "

@@ -142,11 +142,6 @@ class GrpoSection(AlgorithmSection):
                 f"advantage_clip_low {low} and advantage_clip_high {high} leave out 0, so completions with an advantage of "
                 "0 would train; use bounds around 0"
             )
-        if self.num_generations_per_prompt == 1 and self.advantage not in WITHOUT_GROUP:
-            raise ValueError(
-                f"num_generations_per_prompt 1 with advantage {self.advantage!r}: a single completion cannot be compared; "
-                f"use 2 or more, or advantage {' or '.join(WITHOUT_GROUP)}"
-            )
         return self
 
 

@@ -10,6 +10,7 @@ import pytest
 from paceline.apps.importers.import_spec import import_config
 from paceline.apps.importers.nemo_rl import convert
 from paceline.errors import SpecError
+from paceline.spec.reading import parse_spec
 
 
 @pytest.mark.parametrize(
@@ -175,3 +176,18 @@ def test_the_columns_and_the_part_of_a_data_set_are_carried() -> None:
         "completion_key": "generated_solution",
     }  # fmt: skip
     assert "data.train.mystery (3): the name is unknown" in done.left_out
+
+
+def test_a_distillation_may_have_groups_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "distillation.yaml"
+    path.write_text(
+        "distillation: {num_prompts_per_step: 128, num_generations_per_prompt: 1, max_num_steps: 10}\n"
+        "loss_fn: {kl_type: mixed, mixed_kl_weight: 0.25}\n"
+        "policy: {model_name: org/student}\nteacher: {model_name: org/teacher}\n"
+    )
+    imported = import_config("nemo", path, ("data.train=org/data", "rewards=[{function: length}]"))
+    assert imported.algorithm == "distillation"
+    spec = parse_spec(imported.tree)
+    assert (spec.grpo.num_prompts_per_step, spec.grpo.num_generations_per_prompt) == (128, 1)
+    assert (spec.distillation.kl_type, spec.distillation.mixed_kl_weight) == ("mixed", 0.25)
+    assert spec.distillation.teacher_model_name == "org/teacher"

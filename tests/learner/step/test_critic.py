@@ -200,7 +200,7 @@ def test_settings_that_contradict_each_other_are_refused(model: Path) -> None:
         RunSpec.model_validate({**tree, "value": {"gae_lambda": 0.9}})
     with pytest.raises(ValidationError, match="policy_training_start_step 7 leaves no step"):
         make_ppo(model, {"policy_training_start_step": 7}, grpo={"max_num_steps": 7})
-    with pytest.raises(ValidationError, match="num_generations_per_prompt 1 with advantage 'trl'"):
+    with pytest.raises(ValidationError, match=r"num_generations_per_prompt 1 with grpo\.advantage 'trl'"):
         make_spec(model, grpo={"num_generations_per_prompt": 1})
     assert make_ppo(model, grpo={"num_generations_per_prompt": 1}).uses_value_model
 
