@@ -304,7 +304,8 @@ def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
 
 
 def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[Part], int, int]:
-    """Return the parts of a rendered row, its number of tokens, and its number of trained tokens. Raises InvalidInput."""
+    """Return the parts of a row as the tokenizer renders it, with special tokens; its number of tokens; and its number of
+    trained tokens. Raises InvalidInput if the chat template refuses the row."""
     prompt, completion, _ = exchange_of(row, spec)
     template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
     tools = None if completion is None else tools_of(row)

@@ -3,7 +3,7 @@ runs. A user's mistake is one line on stderr with exit status 1, never a traceba
 
 from __future__ import annotations
 
-from typing import NoReturn
+import functools
 
 import click
 
@@ -46,7 +46,7 @@ SECTIONS: Sections = {
         watch="Follow a run until it ends.",
         cancel="End a run.",
         pause="Pause a run.",
-        resume="Continue a paused run, or queue a failed one again.",
+        resume="Continue a paused run, or queue a paused or failed one again.",
         drop="Drop groups from the batch that a paused run is to train next.",
         checkpoint="Write a checkpoint of the run that trains.",
         members="List the workers.",
@@ -106,9 +106,7 @@ def main() -> None:
     keep_no_core()
 
 
-def console() -> NoReturn:
-    """Entry point of the console script."""
-    end_with(main)
+console = functools.partial(end_with, main)
 
 
 SERVICES = {

@@ -144,9 +144,7 @@ def worker_options(
 
 
 device_option = click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto.")
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON instead of text; a list has one line for each entry."
-)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 directory_option = click.option(
     "--directory",
     type=click.Path(path_type=Path),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import shutil
@@ -364,5 +365,7 @@ def main(
         ) from None
 
 
+console = functools.partial(end_with, main)
+
 if __name__ == "__main__":
-    end_with(main)
+    console()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import uuid
@@ -87,5 +88,7 @@ def main(
     run_service(serve)
 
 
+console = functools.partial(end_with, main)
+
 if __name__ == "__main__":
-    end_with(main)
+    console()

@@ -71,6 +71,7 @@ class LocalScaler:
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        """End the thread before the cluster stops, so that nothing is started after that."""
         self._ended.set()
         self._thread.join(CALL_S + self._ask_s)
 

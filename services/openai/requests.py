@@ -98,7 +98,7 @@ class Ask(BaseModel):
 
     @property
     def stops(self) -> Stops:
-        """Return the stop strings of the request; the run's stop strings if the request has none."""
+        """Return the stop strings of the request, empty without any; `engine_requests.py` takes the run's if `stop` is None."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import threading
@@ -194,5 +195,7 @@ def _check_bounds(request: reward_pb2.ScoreRequest) -> None:
             raise InvalidInput(f"the request has {number} {name}, but at most {most} are scored in one call")
 
 
+console = functools.partial(end_with, main)
+
 if __name__ == "__main__":
-    end_with(main)
+    console()

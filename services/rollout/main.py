@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import uuid
 from functools import partial
@@ -116,5 +117,7 @@ def _device(device: str) -> str:
     return "cpu"
 
 
+console = functools.partial(end_with, main)
+
 if __name__ == "__main__":
-    end_with(main)
+    console()

@@ -209,7 +209,7 @@ class RolloutRun:
     async def drain(self, grace_s: float) -> int:
         """Take no further lease, let running samples and external requests finish, return the unfinished groups, and
         return their number within `grace_s` seconds, even if no coordinator accepts the groups; the coordinator then
-        notices the silence later."""
+        notices the silence later. External requests that do not finish in time end with the tokens that they have."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())

@@ -12,7 +12,7 @@ import click
 
 from paceline.calls.connection import checked_address, is_loopback
 from paceline.client import Client
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError
 from paceline.files.names import LEDGER_NAME
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
@@ -98,7 +98,8 @@ def watch(run: str, after: int, coordinator: str, directory: Path | None, shown:
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="End a run of this folder, in which no coordinator works: one is started for this call.",
+    help="End a run of this folder, in which no coordinator works: one is started for this call. It may also start the next "
+    "run in the queue, which the next coordinator continues.",
 )
 @json_option
 def cancel(run: str, coordinator: str, directory: Path | None, as_json: bool) -> None:
@@ -120,6 +121,8 @@ def _called(coordinator: str, directory: Path | None) -> Iterator[Client]:
     try:
         with Client(cluster.start_coordinator()) as client:
             yield client
+    except Conflict as error:
+        raise Conflict(f"{error}; leave out --directory to call the coordinator that works there") from None
     finally:
         cluster.stop()
 
@@ -129,7 +132,8 @@ def _called(coordinator: str, directory: Path | None) -> Iterator[Client]:
 @coordinator_option
 @json_option
 def pause(run: str, coordinator: str, as_json: bool) -> None:
-    """Pause a run: no further prompt is generated and no further step begins until `resume`."""
+    """Pause a run: no further prompt is generated and no further step begins until `resume`. Meanwhile a waiting run
+    gets the workers."""
     with Client(coordinator) as client:
         _say(render.run_facts(client.pause(run)), as_json)
 
@@ -139,7 +143,7 @@ def pause(run: str, coordinator: str, as_json: bool) -> None:
 @coordinator_option
 @json_option
 def resume(run: str, coordinator: str, as_json: bool) -> None:
-    """Continue a paused run, or queue a failed one again."""
+    """Continue a paused run; queue a failed run, or a paused run whose workers another run has."""
     with Client(coordinator) as client:
         _say(render.run_facts(client.resume(run)), as_json)
 

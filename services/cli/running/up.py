@@ -394,7 +394,7 @@ def left_runs(ledger_path: Path) -> LeftRuns:
     except NotFound:
         return left
     with contextlib.closing(ledger), explained(ledger.db, ledger.path):
-        for row in ledger.runs():
+        for row in sorted(ledger.runs(), key=lambda row: row["state"] == "paused"):  # others go before paused runs
             run_id = row["run_id"]
             if row["state"] == "failed" or row["state"] not in ENDED_STATES:
                 left.events[run_id] = ledger.last_sequence(run_id)

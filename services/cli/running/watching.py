@@ -115,14 +115,13 @@ def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...
 
 
 def in_front_of(source: Source, run_id: str) -> render.Facts | None:
-    """Return the open run that a queued run waits for; None if the queued run waits for none."""
-    for run in source.runs():
-        facts = render.run_facts(run)
-        if facts["run_id"] == run_id:
-            return None
-        if facts["state"] not in ENDED_STATES:
-            return facts
-    return None
+    """Return the run that a queued run waits for: the running one, else the oldest open one before it; None if it waits
+    for none."""
+    facts = [render.run_facts(run) for run in source.runs()]
+    position = next((i for i, run in enumerate(facts) if run["run_id"] == run_id), len(facts))
+    running = [run for run in facts if run["state"] == "running" and run["run_id"] != run_id]
+    earlier = [run for run in facts[:position] if run["state"] not in ENDED_STATES]
+    return next(iter([*running, *earlier]), None)
 
 
 def advice(run_id: str, ahead: render.Facts) -> str:

@@ -1,5 +1,7 @@
 """Checks the token and the rights (`services/common/access/rights.py`) of every call before its content is read; health
-and reflection stay open. A stream ends within RECHECK_S after its caller's token is revoked or expires."""
+and reflection stay open. While there are streams, the coordinator checks their callers every RECHECK_S, and ends
+a stream whose caller's token or certificate was revoked or has expired; a worker's service checks only when a stream
+begins."""
 
 from __future__ import annotations
 

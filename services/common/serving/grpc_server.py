@@ -35,7 +35,8 @@ MAX_DETAILS_BYTES = 4096
 HANDSHAKE_S = 10.0
 """Seconds in which a new connection must complete its handshakes for TLS and HTTP/2."""
 IDLE_S = 60.0
-"""Seconds after which a connection without a call is closed; a channel opens a new connection when it needs one."""
+"""Seconds after which a connection without a call is closed; a channel opens a new connection when it needs one.
+Otherwise strangers could occupy all connections of a port."""
 MAX_STREAMS = 4096
 """Largest number of calls in progress on one connection; a channel delays further calls."""
 MAX_CONNECTIONS = 4096

@@ -275,7 +275,8 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return gauges of the worker, memory, GPUs and unexpected errors; only the last if the worker's gauges fail."""
+        """Return gauges of the worker, memory, GPUs and unexpected errors; only the last if any
+        gauges fail, because the heartbeat matters more."""
         try:
             gauges = self._gauges() | process_gauges() | gpu_gauges.SAMPLER.gauges()
         except Exception as error:

@@ -143,7 +143,8 @@ def extra_json(columns: Mapping[str, list[Any]]) -> str:
 
 
 def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
-    """Return a group's line of extra.jsonl; empty unless `text` is a JSON object of lists with one value a completion."""
+    """Return a group's line of extra.jsonl; `digest` is that of the group's text. Empty unless `text`, of at most MAX_BYTES
+    characters, is a JSON object of lists with one value a completion."""
     if not text or len(text) > MAX_BYTES:
         return ""
     try:

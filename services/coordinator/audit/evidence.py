@@ -274,7 +274,7 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
 
 
 def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]) -> None:
-    """Check that a sample's ended lives are numbered 1, 2, 3 without a gap, and that its turns are of the next life."""
+    """Check that a sample's ended lives are numbered from 1 without a gap, and that its turns are of the next life."""
     last: dict[tuple[int, int], sqlite3.Row] = {}
     for row in ended:
         key = (row["group_id"], row["sample"])

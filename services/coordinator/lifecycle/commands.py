@@ -69,7 +69,7 @@ class Commands:
         await self._context.watchers.notify("lease", "batch")
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
-        """Continue a paused run, or queue a failed run again. Files whose faults paused the run are read again; a run
+        """Continue a paused run; queue a failed run again, or a paused run whose workers another run has. Files whose faults paused the run are read again; a run
         with a bundle gets them from a new `bundle`. Raises NotFound, Conflict; InvalidInput for a bundle; DataError
         and Unreadable for a data set that cannot be used."""
         changes = await self._resumption.changes(run_id, bundle)
@@ -78,7 +78,9 @@ class Commands:
             row = self._ledger.run(run_id)
             if row["state"] not in ("paused", "failed"):
                 raise Conflict(f"run {run_id} is {row['state']}, neither paused nor failed")
-            goes_on = row["state"] == "paused" and run_id not in self._delays.passed_over
+            active = self._exchange.active
+            has_workers = active is None or active.run_id == run_id
+            goes_on = row["state"] == "paused" and has_workers and run_id not in self._delays.passed_over
             with self._ledger.transaction():
                 facts = self._resumption.take(run_id, run, bundle, changes)
                 set_state(self._ledger, run_id, "running" if goes_on else "queued", **facts)
@@ -134,9 +136,15 @@ class Commands:
         """Drop groups of the fixed batch, which ends the session. Raises NotFound, Conflict, InvalidInput."""
         async with self._context.lock:
             row, run = self._ledger.run(run_id), self._exchange.active
-            if row["state"] != "paused" or run is None or run.run_id != run_id:
+            if row["state"] != "paused":
                 raise Conflict(
                     f"run {run_id} is {row['state']}; groups are dropped only while it is paused (`paceline pause`)"
+                )
+            if run is None or run.run_id != run_id:
+                raise Conflict(
+                    f"run {run_id} is paused, but its workers are with {'another run' if run is None else run.run_id}; groups "
+                    "are dropped only from the run that has the workers: `paceline resume` queues the run, and drop when it "
+                    "is paused again"
                 )
             with self._ledger.transaction():
                 selection.drop_from_batch(self._exchange, run, group_ids, time.monotonic())

@@ -4,7 +4,8 @@ run's hours.
 The preempted run first yields: no group is leased and no batch is fixed, so the learner trains the batch that it has
 and writes an ordered checkpoint. Then the run is queued again with its open groups, and later continues from that
 checkpoint. If none can be written, it continues from the one before, as after the death of a learner: nothing is lost.
-With `max_hours` the ledger counts the time for which a run trains. After that time the run ends at the newest step
+A run that a person must resume stays paused instead, until `resume` queues it; if its batch is withheld, the checkpoint
+is written at once. With `max_hours` the ledger counts the time for which a run trains. After that time the run ends at the newest step
 whose batch is fixed; the learner is notified when it requests the next step.
 """
 
@@ -89,7 +90,7 @@ class Hours:
 CHECKPOINT_WAIT_S = 600.0
 """Seconds for which the preempting run waits for the checkpoint: enough for a long step and a slow object store."""
 PAUSED_WAIT_S = 60.0
-"""The same for a paused run, which is between two steps."""
+"""The same for a run that is paused on a fault: its learner gets no batch, so it is between two steps."""
 
 log = logging.getLogger(__name__)
 
@@ -132,35 +133,36 @@ class Preemption:
         return bool(first["priority"] > self._ledger.priority(run.run_id) and not ends_soon)
 
     async def _go_on(self, run: ActiveRun) -> None:
-        """Stop yielding, because the run of the higher priority was cancelled or this run is about to end."""
+        """Stop yielding, because no run waits that goes first, this run is about to end, or a person resumed it."""
         if self._exchange.yields_to:
-            log.info("run %s continues and does not yield to run %s any more", run.run_id, self._exchange.yields_to)
+            log.info("run %s does not yield to run %s any more", run.run_id, self._exchange.yields_to)
             self._exchange.yields_to = ""
             self._context.server.wake("lease", "batch")
 
     async def _yield(self, run: ActiveRun, first: sqlite3.Row) -> None:
         self._exchange.yields_to = first["run_id"]
-        later = "`paceline resume` queues it again" if self._is_held(run) else "it continues later"
-        await self._context.watchers.warn(
-            [
-                f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
-                f"{self._ledger.priority(run.run_id)}, writes a checkpoint, and {later}"
-            ]
+        text = (
+            f"run {first['run_id']} goes first, because this run is paused: this run writes a checkpoint, and `paceline "
+            "resume` queues it again"
+            if self._is_held(run)
+            else f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
+            f"{self._ledger.priority(run.run_id)}, writes a checkpoint and continues later"
         )
+        await self._context.watchers.warn([text])
 
     def _is_ready(self, run: ActiveRun, now_s: float) -> bool:
         """Return whether the workers can leave the run; order its checkpoint after the learner has trained its batch."""
         row, learner = self._ledger.run(run.run_id), self._assignments.learner()
         if learner is None or not learner.connected or learner.ready_run != run.run_id:
             return True
-        is_held = self._is_held(run)
-        limit_s = PAUSED_WAIT_S if is_held else CHECKPOINT_WAIT_S
+        is_withheld = self._exchange.withheld(run)
+        limit_s = PAUSED_WAIT_S if is_withheld else CHECKPOINT_WAIT_S
         if now_s - self._began_s >= limit_s:
             log.warning(
                 "run %s has no checkpoint after %.0f s; it will continue from an older one", run.run_id, limit_s
             )
             return True
-        if row["next_batch"] > row["next_step"] and not is_held:
+        if row["next_batch"] > row["next_step"] and not is_withheld:
             return False
         newest = self._ledger.checkpoints.newest(run.run_id)
         if newest is not None and newest.step == row["next_step"]:

@@ -27,17 +27,19 @@ from paceline.spec.reading import spec_of_run, spec_to_yaml
 
 
 async def recover(context: RunContext) -> None:
-    """Write missing summaries, and read from the ledger whether a paused run is retried automatically, or lets the
-    queue go first."""
+    """Write missing summaries, and read from the ledger whether a paused run is retried automatically, or lets other
+    runs go first."""
     for row in context.ledger.runs():
         if row["state"] not in ("queued", *ACTIVE_STATES):
             _summarize(context, row["run_id"])
     active = context.ledger.active_run()
-    if active is not None and active["state"] == "paused":
-        if context.ledger.is_retried(active["run_id"]):
-            context.delays.retried = active["run_id"]
-        elif context.ledger.queue():
-            context.delays.passed_over.add(active["run_id"])
+    if active is None:
+        return
+    if active["state"] == "paused" and context.ledger.is_retried(active["run_id"]):
+        context.delays.retried = active["run_id"]
+    elif active["state"] == "running" or context.ledger.queue():
+        paused = (row["run_id"] for row in context.ledger.runs() if row["state"] == "paused")
+        context.delays.passed_over.update(paused)
 
 
 async def warn_of_backup(context: RunContext) -> None:
@@ -118,6 +120,7 @@ class RunStarter:
                         self._ledger, run.run_id, "running", **started_facts(run, self._ledger.bundle(run.run_id))
                     )
                 self._delays.retried = ""
+                self._delays.passed_over.discard(run.run_id)
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})
                 self._exchange.active, self._exchange.end_step = run, self._ledger.end_step(run.run_id)

@@ -117,8 +117,8 @@ class RunStates:
         await self._context.watchers.notify("lease", "batch")
 
     async def preempt(self, run_id: str, other: str, priority: int) -> None:
-        """Queue the active run again because `other` has a higher priority; a paused run stays paused. Its open groups
-        stay open, and the workers get the other run."""
+        """Give the workers to the run `other`, of priority `priority`, and queue the active run again; a run that a person
+        must resume stays paused. The open groups of the active run stay open."""
         message = f"run {other} of priority {priority} goes first"
         async with self._context.lock:
             run, row = self._exchange.active, self._ledger.run(run_id)

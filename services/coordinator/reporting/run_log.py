@@ -216,7 +216,8 @@ class RunLog:
             evaluation.begin(self._exchange, run, trained)
 
     def _warn_of_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
-        """Warn of a step that trained nothing or is out of scale: at the first such step, the second, fourth, eighth."""
+        """Warn of a step that trained nothing or is out of scale: at the first such step, the second, the fourth, the
+        eighth and so on."""
         for counter, explain in STEP_WARNINGS.items():
             text = explain(run.spec, metrics)
             if not text:

@@ -81,7 +81,7 @@ class BatchClient:
         self.superseded = threading.Event()
         """Event that is set when this session is over, by this thread or by the control plane's thread."""
         self.receipted = 0
-        """Number of steps whose receipts of this rank the coordinator has acknowledged; 0 before the first receipt."""
+        """The last step whose receipt of this rank the coordinator has acknowledged, plus 1; 0 before the first receipt."""
         self.audit_head = pb.AuditHead()
         """Newest record of the coordinator's audit log at this rank's newest receipt; empty before the first one."""
         self._run_id, self._session, self._rank = run_id, session, rank

@@ -19,7 +19,7 @@ export async function show(context) {
   replace(main, el("h1", {}, "Members"), list, log);
   const draw = async () => {
     const [{ members }, found] = await Promise.all([api.records("ListGauges", {}, signal), api.listRuns(signal)]);
-    const running = found.find((run) => ["running", "paused"].includes(api.state(run))), step = Number(running?.step || 0);
+    const running = ["running", "paused"].map((state) => found.find((run) => api.state(run) === state)).find(Boolean), step = Number(running?.step || 0);
     replace(list, card("", table("Members", ["member", "role", "state", "version", "age", "roster", "holds", "memory", "GPU", "tok/s", "silent", "address"], members.map((m) => [
       m.memberId, m.role.replace("ROLE_", "").toLowerCase(),
       el("span", { class: m.fault ? "message" : m.suspected || !m.connected ? "warn" : "good" }, m.fault || (m.draining ? "leaves" : m.suspected ? "suspected" : m.connected ? "connected" : "expected")),

@@ -37,7 +37,8 @@ class PipelineThread(Generic[ItemT]):
         self._items.put(item)
 
     async def run(self) -> None:
-        """Run the thread until cancelled; the current portion is finished first. An error of `work` ends the thread."""
+        """Run the thread until cancelled; the current portion is finished first. An error of `work`
+        ends the thread and is raised here."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)
