@@ -136,5 +136,5 @@ def test_a_copy_is_judged_by_its_own_files(folder: Path) -> None:
     result, report = paceline("ledger", "verify", "recorded-1", "--directory", "copy")
     assert result.exit_code == 1
     assert len(report["problems"]) == 1
-    assert "its folder is missing" in report["problems"][0]
+    assert "the folder is missing" in report["problems"][0]
     assert paceline("ledger", "verify", "recorded-1", "--directory", "runs")[0].exit_code == 0

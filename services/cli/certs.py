@@ -44,7 +44,7 @@ def init(folder: Path, days: float) -> None:
 @certs.command("issue")
 @folder_argument
 @click.argument("name")
-@click.option("--role", required=True, type=click.Choice(ROLES), help="Role of the holder.")
+@click.option("--role", required=True, type=click.Choice(ROLES), help="Role of the certificate's holder.")
 @click.option(
     "--host",
     "hosts",

@@ -30,7 +30,7 @@ UNFINISHED = "\ufffd"
 
 @click.command()
 @click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
-@click.option("--system", help="System message. Default: as in the run.")
+@click.option("--system", help="System message. Default: the run's system message.")
 @click.option("--temperature", type=float, help="Sampling temperature. Default: as in the run.")
 @click.option("--max-new-tokens", type=int, help="Most tokens of an answer. Default: as in the run.")
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same answers.")
@@ -79,8 +79,8 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
         ) from None
     if not export or not (is_url(export) or (Path(export) / "config.json").is_file()):
         raise NotFound(
-            f"run {run_id} has exported no model yet; `paceline export {run_id} FOLDER` writes one from its newest "
-            "checkpoint, and `paceline chat FOLDER` chats with it"
+            f"run {run_id} has exported no model yet; `paceline export {run_id} FOLDER` writes a model from the "
+            "newest checkpoint, and `paceline chat FOLDER` chats with the model"
         )
     if spec.has_scoring_head and not scores:
         raise InvalidInput(
@@ -127,11 +127,11 @@ def _spec_of_folder(model: str) -> RunSpec:
 def changed(spec: RunSpec, temperature: float | None, max_new_tokens: int | None, system: str | None = None) -> RunSpec:
     """Return the spec with the sampling options of the command line. Raises InvalidInput."""
     if temperature is not None and temperature <= 0:
-        raise InvalidInput(f"--temperature is {temperature:g}, must be above 0; use 1e-4 for greedy decoding")
+        raise InvalidInput(f"--temperature is {temperature:g}, but must be above 0; use 1e-4 for greedy decoding")
     longest = spec.policy.max_total_sequence_length
     if max_new_tokens is not None and not 0 < max_new_tokens < longest:
         raise InvalidInput(
-            f"--max-new-tokens is {max_new_tokens}, must be from 1 to {longest - 1}: prompt and answer may have "
+            f"--max-new-tokens is {max_new_tokens}, but must be from 1 to {longest - 1}: prompt and answer may have "
             f"{longest} tokens together"
         )
     given = {"temperature": temperature, "max_new_tokens": max_new_tokens}

@@ -152,7 +152,7 @@ def inspect(
             click.echo(click.style(text, fg="green") if trains else click.style(text, dim=True), nl=False)
         click.echo("")
         if "tokens" in sample:
-            click.echo(f"  {sample['tokens']:,} tokens, of which {sample['trained_tokens']:,} train")
+            click.echo(f"  {sample['tokens']:,} tokens, of which {sample['trained_tokens']:,} are trained")
         for key in ("refused", "changed"):
             if key in sample:
                 click.echo(f"warning: row {sample['row']}: {sample[key]}", err=True)
@@ -163,7 +163,7 @@ def inspect(
         if each["rows"]:
             click.echo(
                 f"warning: {each['rows']:,} rows of data.train have at least {OVERLAP:.0%} of their 13-word sequences in "
-                f"{each['evaluation']} (first: row {each['first']}); a model trained on these rows cannot be measured fairly on that set",
+                f"{each['evaluation']} (first: row {each['first']}); a model trained on these rows cannot be measured fairly on this evaluation",
                 err=True,
             )
 
@@ -336,7 +336,7 @@ def changed(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or (found := changed_text(backend, exchange_of(row, spec)[:2])) is None:
         return ""
-    return f"the tokenizer does not preserve {found[0]!r:.80}: it becomes {found[1]!r:.80}"
+    return f"the tokenizer does not preserve the text {found[0]!r:.80}: the text becomes {found[1]!r:.80}"
 
 
 def shown(value: Any) -> str:

@@ -90,7 +90,7 @@ def _memory_for(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int], free_
             "its memory",
             "absent",
             warning,
-            "this is an estimate; train on a machine with more memory, or change these keys",
+            "the needed memory is an estimate; train on a machine with more memory, or change the named keys",
         )
     return Finding("its memory", "ok", f"{sentence(needed, spec)}; {gigabytes(free)} are free on this machine")
 
@@ -154,7 +154,7 @@ def examine_user_code() -> Finding:
             "docs/operate/security_promises.md describes the protection without isolation",
         )
     return Finding(
-        "user code", "ok", "isolated from other processes; beyond loopback secrets are hidden too (Landlock)"
+        "user code", "ok", "user code is isolated from other processes; beyond loopback, Landlock hides secrets too"
     )
 
 
@@ -258,7 +258,7 @@ def _ports() -> Finding:
     except OSError as error:
         return Finding("ports", "fault", f"cannot listen on 127.0.0.1: {error.strerror}", "allow loopback sockets")
     if not free_port("127.0.0.1", USUAL_PORT):
-        return Finding("ports", "ok", f"port {USUAL_PORT} is taken (a coordinator?), others are free")
+        return Finding("ports", "ok", f"port {USUAL_PORT} is taken (by a coordinator?), but other ports are free")
     return Finding("ports", "ok", f"port {USUAL_PORT} is free")
 
 
@@ -320,7 +320,7 @@ def _no_gpu(built_for: str | None, warning: str) -> Finding:
             "this machine has a GPU, but this torch is a build for CPUs",
             "install a CUDA build of torch, see pytorch.org",
         )
-    remedy = "compare the driver (nvidia-smi) with this version of CUDA, and check CUDA_VISIBLE_DEVICES"
+    remedy = "compare the driver (nvidia-smi) with the CUDA version of torch, and check CUDA_VISIBLE_DEVICES"
     return Finding(
         "GPU", "fault", f"torch for CUDA {built_for} cannot use the GPU: {warning or 'no reason given'}", remedy
     )
@@ -342,7 +342,7 @@ def _vllm() -> Finding:
         return Finding(
             "vllm",
             "absent",
-            "not installed; rollouts can use the native engine",
+            "vLLM is not installed; rollouts can use the native engine",
             "pip install 'paceline[vllm]' for GPUs",
         )
     return Finding("vllm", "ok", version)

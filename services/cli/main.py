@@ -31,7 +31,7 @@ SECTIONS: Sections = {
         sft="Imitate a data set's completions.",
         dpo="Prefer chosen completions to rejected ones.",
         kto="Learn from good and bad completions.",
-        orpo="Imitate chosen completions and prefer them, without a reference.",
+        orpo="Imitate chosen completions and prefer them to rejected ones, without a reference.",
         rm="Train a reward model from pairs.",
         distillation="Learn from rollouts and a teacher.",
         offline_grpo="Learn from recorded completions with rewards.",
@@ -117,7 +117,7 @@ SERVICES = {
         "reward": "A reward worker: scores completions.",
         "environment": "An environment worker: runs episodes of several turns.",
         "learner": "The learner: trains and publishes weights.",
-        "host-agent": "The relay that brings weights to the workers of a host, which start one by themselves.",
+        "host-agent": "The relay that brings weights to the workers of a host, which start a relay by themselves.",
     }.items()
 }
 

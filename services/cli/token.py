@@ -71,7 +71,7 @@ def list_tokens(directory: Path, as_json: bool) -> None:
         until = time.strftime("until %Y-%m-%d", time.gmtime(row.expires_s)) if row.expires_s else "without end"
         click.echo(f"{row.name:24} {row.role or 'all roles':10} {state:8} {until}")
     if not rows:
-        click.echo("no named tokens; the token in the directory has every role")
+        click.echo("there are no named tokens; the bootstrap token in the directory has every role")
 
 
 @token.command()

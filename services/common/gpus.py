@@ -120,7 +120,7 @@ def missing_gpus(cluster: ClusterSection, number: int) -> str:
             if gpu >= number:
                 return (
                     f"the spec asks for GPU {gpu} (cluster.{role}_gpus), and this host shows {_count(number)}, counted from "
-                    f"0; see `paceline doctor` and CUDA_VISIBLE_DEVICES, name others, or set cluster.{role}_gpus=[] for CPUs"
+                    f"0; see `paceline doctor` and CUDA_VISIBLE_DEVICES, name other GPUs, or set cluster.{role}_gpus=[] for CPUs"
                 )
     return ""
 
@@ -157,7 +157,7 @@ def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
     if not number:
         return ""
     return (
-        f"this {role} computes on CPUs although the host shows {_count(number)}, because torch cannot use any; see "
+        f"this {role} computes on CPUs although the host shows {_count(number)}, because torch cannot use any GPU; see "
         "`paceline doctor`, or give --device cpu if that is intended"
     )
 

@@ -89,7 +89,7 @@ store_option = click.option(
     default="",
     metavar="FOLDER|URL",
     help="Root of checkpoints, exports and stored weights: a folder or an fsspec URL (s3://bucket/runs). Default: the folder "
-    "of --directory. With --store, that folder has only the ledger.",
+    "of --directory. With --store, --directory has only the ledger.",
 )
 _address_option = click.option(
     "--coordinator",
@@ -121,12 +121,12 @@ def worker_options(
         click.option(
             "--advertise-host", default="", help="Address at which other workers reach this machine. Default: --host."
         ),
-        click.option("--name", default=name, help="Name for people to read; the member id begins with it."),
+        click.option("--name", default=name, help="Name for people to read; the member id begins with this name."),
         click.option("--grace", "grace_s", default=25.0, show_default=True, help=grace),
         click.option(
             "--metrics-port",
             type=click.IntRange(0, 65535),
-            help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
+            help="Port on --host that serves /metrics for Prometheus; 0 takes a free port. Default: none.",
         ),
         click.option(
             "--ready-file",

@@ -120,7 +120,7 @@ class RelayConnection:
         client = self.client()
         if await asyncio.to_thread(client.wait, WAIT_S):
             return client
-        log.warning("this host has no relay for weights after %.0f s; they come by the object store", WAIT_S)
+        log.warning("this host has no relay for weights after %.0f s; weights come from the object store", WAIT_S)
         return None
 
     def close(self) -> None:

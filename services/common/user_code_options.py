@@ -35,7 +35,7 @@ def _require(_context: click.Context, option: click.Parameter, is_required: bool
         return
     if is_required and (why := why_no_isolation()):
         raise click.UsageError(
-            f"{option.opts[0]} is impossible on this host: {why}; docs/operate/security_setup.md has its requirements"
+            f"{option.opts[0]} is impossible on this host: {why}; docs/operate/security_setup.md has the requirements"
         )
     os.environ[VARIABLE] = (Isolation.REQUIRED if is_required else Isolation.OPEN).value
 
@@ -86,11 +86,9 @@ def choose_isolation(coordinator: str, host: str) -> str:
         os.environ[VARIABLE] = Isolation.SECRETS.value
     match isolation():
         case Isolation.REQUIRED:
-            log.info(
-                "user code: secrets are hidden from it, and so are other programs' credentials (--require-isolation)"
-            )
+            log.info("secrets and other programs' credentials are hidden from user code (--require-isolation)")
         case Isolation.SECRETS:
-            log.info("user code: secrets are hidden from it: %s", _readable())
+            log.info("secrets are hidden from user code: %s", _readable())
         case Isolation.OPEN if is_chosen:
             log.info("user code can read the token, because of --no-isolation")
         case Isolation.OPEN if not is_beyond:
@@ -98,7 +96,7 @@ def choose_isolation(coordinator: str, host: str) -> str:
         case Isolation.OPEN:
             return (
                 f"USER CODE CAN READ SECRETS: {_readable()}, because {why}. Run this worker on a kernel that can hide them, or give it no "
-                "user code (serve reward --only FUNCTION); --no-isolation accepts it (docs/operate/security_setup.md)"
+                "user code (serve reward --only FUNCTION); --no-isolation accepts the risk (docs/operate/security_setup.md)"
             )
     return ""
 

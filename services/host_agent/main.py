@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
 @fabric_option
-@click.option("--port", default=0, show_default=True, help="Port for relays of other hosts; 0 takes a free one.")
+@click.option("--port", default=0, show_default=True, help="Port for relays of other hosts; 0 takes a free port.")
 @click.option(
     "--socket",
     "name",

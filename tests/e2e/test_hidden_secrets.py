@@ -184,4 +184,4 @@ def test_user_code_finds_no_secret_beyond_loopback_by_default(
         }
         assert (tmp_path / "work" / f"{who}.txt").read_text() == "4"
         log = (tmp_path / "runs" / "logs" / f"{who}-0.log").read_text()
-        assert "user code: secrets are hidden from it: " in log
+        assert "secrets are hidden from user code: " in log

@@ -87,7 +87,7 @@ def _explain(name: str, as_json: bool) -> None:
     if not found:
         close = nearest(name, [metric.name for part in PARTS for metric in part.metrics])
         raise NotFound(
-            f"no metric {name!r}; " + (f"did you mean {close[0]!r}?" if close else "--explain '*' lists all")
+            f"no metric {name!r}; " + (f"did you mean {close[0]!r}?" if close else "--explain '*' lists all metrics")
         )
     for part, metric in found:
         if as_json:
@@ -126,7 +126,7 @@ def check_names(patterns: Sequence[str], names: Sequence[str], run_id: str) -> N
     for pattern in patterns if names else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             close = nearest(pattern, names)
-            guess = f"did you mean {close[0]!r}" if close else f"`paceline metrics {run_id}` lists them"
+            guess = f"did you mean {close[0]!r}" if close else f"`paceline metrics {run_id}` lists its metrics"
             raise NotFound(f"{run_id} has no metric {pattern!r}; {guess}{'?' if close else ''}")
 
 

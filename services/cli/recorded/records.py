@@ -44,7 +44,7 @@ def ledger() -> None:
     "--repair",
     "repairs",
     is_flag=True,
-    help="First generate untrained groups with damaged arrays again, and mark damaged checkpoints. Stop the coordinator before that.",
+    help="Before the check, generate untrained groups with damaged arrays again, and mark damaged checkpoints. Stop the coordinator first.",
 )
 @source_options
 @json_option
@@ -96,7 +96,7 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @click.option(
     "--old-key-file",
     type=FILE,
-    help="File with the ledger's present storage key. Default: the ledger is not encrypted yet.",
+    help="File with the ledger's present storage key. Leave it out for a ledger that is not encrypted yet.",
 )
 @directory_option
 def encrypt(old_key_file: Path | None, directory: Path) -> None:
@@ -183,7 +183,7 @@ def _chosen(source: Source, run: Run) -> RecordedCheckpoint:
     newest = _newest(source.records, run)
     if newest is None:
         raise NotFound(
-            f"run {run.run_id} has no complete checkpoint yet; checkpointing.save_period sets when it writes one"
+            f"run {run.run_id} has no complete checkpoint yet; checkpointing.save_period sets when the run writes a checkpoint"
         )
     if isinstance(source, Client) and "://" not in newest.path and not os.path.isdir(newest.path):
         raise NotFound(

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     "--to", "end", type=int, help="Step before which the replay ends. Default: it ends after the last trained step."
 )
 @click.option("--output", type=PATH, help="New folder for the results.")
-@click.option("--ranks", type=int, help="Ranks of the learner; default as recorded.")
-@click.option("--threads", type=int, help="Compute threads of each rank; default as recorded.")
+@click.option("--ranks", type=int, help="Number of the learner's ranks. Default: the recorded number.")
+@click.option("--threads", type=int, help="Compute threads of each rank. Default: the recorded number.")
 @device_option
 @directory_option
 @json_option

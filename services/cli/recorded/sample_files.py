@@ -71,7 +71,7 @@ def export_samples(
     form = destination.suffix.lower()
     if form not in FORMATS:
         raise InvalidInput(
-            f"{destination.name}: the format {form or 'none'!r} of its extension is none of {', '.join(FORMATS)}; rename the file"
+            f"{destination.name}: the format {form or 'none'!r} of the file name is none of {', '.join(FORMATS)}; rename the file"
         )
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; create it first")

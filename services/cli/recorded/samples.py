@@ -21,16 +21,16 @@ from paceline.services.common.options import json_option, print_json
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 FILTERS = (
-    click.option("--text", metavar="TEXT", help="Only completions with TEXT in them or in their prompt."),
-    click.option("--group", "group_id", type=click.IntRange(min=0), help="Only this group."),
-    click.option("--state", help="Groups in this state instead of batches: generated, scored, dropped …"),
+    click.option("--text", metavar="TEXT", help="Take only completions with TEXT in the completion or the prompt."),
+    click.option("--group", "group_id", type=click.IntRange(min=0), help="Take only the group with this id."),
+    click.option("--state", help="Take the groups in this state, not those of batches: generated, scored, dropped …"),
     click.option(
-        "--finish-reason", metavar="REASON", help="Only completions that ended with this reason: stop, length …"
+        "--finish-reason", metavar="REASON", help="Take only completions that ended with this reason: stop, length …"
     ),
     click.option("--min-reward", type=float, help="Least total reward of a completion."),
     click.option("--max-reward", type=float, help="Largest total reward of a completion."),
-    click.option("--min-tokens", type=click.IntRange(min=0), help="Least tokens of a completion."),
-    click.option("--max-tokens", type=click.IntRange(min=0), help="Most tokens of a completion."),
+    click.option("--min-tokens", type=click.IntRange(min=0), help="Smallest number of tokens of a completion."),
+    click.option("--max-tokens", type=click.IntRange(min=0), help="Largest number of tokens of a completion."),
     click.option("--min-age", type=int, help="Least age of a completion's oldest token, in steps."),
     click.option("--max-age", type=int, help="Largest age of a completion's oldest token, in steps."),
 )
@@ -202,11 +202,15 @@ def export_all(
 
 @samples.command()
 @click.argument("run")
-@click.option("--step", type=click.IntRange(min=0), help="Step of the batch to show; default the newest.")
-@click.option("--eval", "of_evaluation", is_flag=True, help="Show the completions of an evaluation instead.")
+@click.option("--step", type=click.IntRange(min=0), help="Step of the batch to show. Default: the newest step.")
+@click.option(
+    "--eval", "of_evaluation", is_flag=True, help="Show the completions of an evaluation, not those of a step."
+)
 @click.option("--version", type=click.IntRange(min=0), help="With --eval: the version evaluated; default the newest.")
 @click.option(
-    "--limit", type=click.IntRange(min=0), help=f"Groups to show; 0 is all. Default {SHOWN}; with --json all."
+    "--limit",
+    type=click.IntRange(min=0),
+    help=f"Number of groups to show; 0 shows all. Default: {SHOWN}, or all with --json.",
 )
 @click.option("--best", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the highest reward.")
 @click.option("--worst", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the lowest reward.")
@@ -214,7 +218,7 @@ def export_all(
 @click.option(
     "--parquet",
     type=FILE,
-    help="Write the completions as a table to this Parquet file; without --step the completions of all steps.",
+    help="Write the completions as a table to this Parquet file. Without --step, write those of all steps.",
 )
 @click.option("--no-pager", is_flag=True, help="Print without a pager, also on a terminal.")
 @source_options

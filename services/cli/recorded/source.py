@@ -147,7 +147,7 @@ def runs_of(coordinator: str, directory: Path | None) -> Iterator[Source]:
                 yield client
                 return
         click.echo(
-            f"no coordinator answers at {coordinator}; these are the records in {DEFAULT_DIRECTORY}",
+            f"no coordinator answers at {coordinator}; the command reads the records in {DEFAULT_DIRECTORY}",
             err=True,
         )
     with ledger_source((directory or DEFAULT_DIRECTORY) / LEDGER_NAME) as source:
@@ -174,7 +174,8 @@ def _address_instead() -> str:
     if not address or context.get_parameter_source("directory") != click.core.ParameterSource.DEFAULT:
         return ""
     click.echo(
-        f"these are the records of the coordinator at {address} ({VARIABLE}); --directory reads a folder", err=True
+        f"the command reads the records of the coordinator at {address} ({VARIABLE}); --directory reads a folder",
+        err=True,
     )
     return check_coordinator(context, _OPTION, address) or ""
 
@@ -204,7 +205,7 @@ def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Mod
     try:
         ledger = Ledger(path)
     except Conflict as error:
-        raise Conflict(f"{error}. Name the coordinator that uses the ledger with --coordinator HOST:PORT") from None
+        raise Conflict(f"{error}. With --coordinator HOST:PORT, name the coordinator that uses the ledger") from None
     with contextlib.closing(ledger):
         yield _local(ledger)
 

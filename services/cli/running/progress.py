@@ -123,7 +123,7 @@ def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Itera
                 return
             if not summarized and course.step and earlier:
                 done = course.step - (event.kind == "step")
-                say(None, f"{done} steps were trained before  {course.curve(render.CURVE_COLUMNS)}")
+                say(None, f"{done} steps were trained earlier  {course.curve(render.CURVE_COLUMNS)}")
             summarized = True
             if not shown.quiet or event.kind in ALWAYS:
                 say(event, render.event_line(event.kind, event.content))

@@ -98,8 +98,8 @@ def watch(run: str, after: int, coordinator: str, directory: Path | None, shown:
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="End a run of this folder, in which no coordinator works: one is started for this call. It may also start the next "
-    "run in the queue, which the next coordinator continues.",
+    help="End a run of this folder, in which no coordinator works. A coordinator is started for the call; it may also start "
+    "the next run in the queue.",
 )
 @json_option
 def cancel(run: str, coordinator: str, directory: Path | None, as_json: bool) -> None:
@@ -173,7 +173,7 @@ def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> 
         print_json(facts)
         return
     named = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
-    click.echo(f"dropped {named} of run {run}, which is {facts['state']}; `paceline resume {run}` continues it")
+    click.echo(f"dropped {named} of run {run}, which is {facts['state']}; `paceline resume {run}` continues the run")
 
 
 def _shortage_here(spec: RunSpec, coordinator: str) -> str:

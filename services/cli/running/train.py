@@ -36,7 +36,7 @@ def load_for(algorithm: str, spec: str, overrides: tuple[str, ...]) -> RunSpec:
 def _command(algorithm: str) -> click.Command:
     @click.command(
         algorithm,
-        help=f"Train SPEC with algorithm {algorithm} and watch the run. Without --coordinator all services that it needs "
+        help=f"Train SPEC with algorithm {algorithm} and watch the run. Without --coordinator all services that the run needs "
         "are started on this host, as by `paceline up`.",
     )
     @click.argument("spec", type=click.Path())

@@ -50,7 +50,7 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
         match = re.fullmatch(r"(\w+)=(\d{1,5}):(\d{1,5})", text)
         if match is None or match[1] not in SCALED_ROLES or not max(1, int(match[2])) <= int(match[3]):
             raise click.UsageError(
-                f"--bounds {text}: must be POOL=FEWEST:MOST, such as rollout=0:4, and POOL one of {', '.join(SCALED_ROLES)}"
+                f"--bounds {text}: must be POOL=FEWEST:MOST, such as rollout=0:4, and POOL must be one of {', '.join(SCALED_ROLES)}"
             )
         bounds[match[1]] = (int(match[2]), int(match[3]))
     return bounds
@@ -73,7 +73,7 @@ no_page_option = click.option("--no-page", is_flag=True, help="Do not start the 
 )
 @insecure_option
 @click.option(
-    "--port", type=int, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
+    "--port", type=int, help=f"Port of the coordinator; default: {USUAL_PORT}, or a free port if {USUAL_PORT} is taken."
 )
 @click.option("--keep", is_flag=True, help="Keep the services after the run has ended, until Ctrl-C.")
 @no_page_option
@@ -228,8 +228,8 @@ def _service_options(
 
 def _nothing_to_run(directory: Path, left: LeftRuns) -> click.UsageError:
     return click.UsageError(
-        f"no run is open in {directory}{' that this version can read' if left.unreadable else ''}; name a SPEC to start "
-        f"one{', or a failed run with --resume' if left.failed else ''}"
+        f"{directory} has no open run{' that this version can read' if left.unreadable else ''}; name a SPEC to start "
+        f"a run{', or a failed run with --resume' if left.failed else ''}"
     )
 
 
@@ -290,7 +290,9 @@ def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
     try:
         cluster.stop()
     except KeyboardInterrupt:
-        say("ended without waiting for the services; the next `paceline up` computes again what they had not submitted")
+        say(
+            "ended without waiting for the services; the next `paceline up` computes again what the services had not submitted"
+        )
         raise click.exceptions.Exit(INTERRUPTED) from None
 
 

@@ -232,8 +232,8 @@ class WorkerCallers:
 def _refusal(path: Path, *, has_token: bool, is_other: bool = False, also: str = "") -> str:
     file = path.resolve()
     if not has_token:
-        why = f"this service has no token: its file {file} is missing, so it refuses every call"
+        why = f"this service has no token, because the file {file} is missing; the service refuses every call"
     else:
         has = "another" if is_other else "no"
-        why = f"the call has {has} token; this service requires the token in its file {file}{also}"
+        why = f"the call has {has} token; this service requires the token in the file {file}{also}"
     return f"{why}. Give that file with --token-file or {VARIABLE}"

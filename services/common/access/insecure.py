@@ -30,7 +30,7 @@ tls_option: Callable[[Any], Any] = click.option(
     callback=_use_folder,
     expose_value=False,
     is_eager=True,
-    help=f"Folder with ca.crt, and for a process also tls.crt and tls.key; connections are then encrypted. Or set {TLS_VARIABLE}.",
+    help=f"Folder with ca.crt, and for a process also tls.crt and tls.key; connections are then encrypted. {TLS_VARIABLE} sets the folder too.",
 )
 
 
@@ -50,7 +50,7 @@ _insecure_option = click.option(
     callback=_accept,
     expose_value=False,
     is_eager=True,
-    help=f"Listen and connect beyond this host without encryption if there is no --tls-dir. Or set {VARIABLE}=1.",
+    help=f"Listen and connect beyond this host without encryption if there is no --tls-dir. {VARIABLE}=1 has the same effect.",
 )
 
 

@@ -163,7 +163,7 @@ def revoke_certificate(path: Path, name: str) -> None:
         if name in names:
             raise Conflict(f"the certificates of {name} are revoked already")
         if len(names) >= MAX_NAMES:
-            raise Conflict(f"{path} has {MAX_NAMES} names, the maximum; make a new authority instead")
+            raise Conflict(f"{path} has {MAX_NAMES} names, the maximum; make a new authority")
         names[name] = time.time()
         rows = [{"name": each, "revoked_s": revoked_s} for each, revoked_s in names.items()]
         replace_whole(path, {"format": FORMAT, "names": rows})

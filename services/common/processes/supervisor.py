@@ -260,7 +260,7 @@ class Service:
             return False
         if policy.is_logged:
             why = f"; its log says: {death.reason}" if lines else ""
-            self._say(f"{what}, starts again in {policy.pause_s:g} s{why}")
+            self._say(f"{what}, and starts again in {policy.pause_s:g} s{why}")
         return True
 
 

@@ -99,7 +99,7 @@ def payloads(of_run: RunRows, report: VerifyReport) -> None:
     for stored in _stored(of_run):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
-            report.problem(subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown")
+            report.problem(subject, f"the kind {stored['kind']!r} of the arrays, or the group itself, is unknown")
         if row is None or stored["kind"] != "result":
             continue  # arrays of a prefix, of the reference, or of a running evaluation
         found.add(row["group_id"])
@@ -116,20 +116,20 @@ def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sq
     prompt_ids, completions = decode_result(arrays, texts)
     rows = split_rows(CompletionArrays.of(arrays), completions)
     group = Group(row["group_id"], prompt_ids, completions, rows=rows)
-    text = "its arrays have the digest {}, the ledger has {}"
+    text = "the arrays of the group have the digest {}, but the ledger has {}"
     report.compare(subject, text, group.digest(row["digest"]), row["digest"])
-    report.compare(subject, "its arrays have {} tokens, the ledger has {}", group.num_tokens, row["tokens"])
+    report.compare(subject, "the group's arrays have {} tokens, but the ledger has {}", group.num_tokens, row["tokens"])
     in_sequences = group.num_sequence_tokens
-    text = "its sequences have {} tokens, the ledger has {}"
+    text = "the sequences of the group have {} tokens, but the ledger has {}"
     report.compare(subject, text, in_sequences, row["sequence_tokens"])
-    report.compare(subject, "its oldest version is {}, the ledger has {}", group.oldest_step, row["oldest_step"])
+    report.compare(subject, "the oldest version is {}, but the ledger has {}", group.oldest_step, row["oldest_step"])
     if row["rewards"] is None:
         return
     functions = json.loads(row["functions"])
     expected = group.num_samples * len(functions)
-    report.compare(subject, "its row has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
+    report.compare(subject, "the group's row has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
     labels = [reward.label for reward in of_run.spec.rewards]
-    report.compare(subject, "its rewards are of the functions {}, the run has {}", functions, labels)
+    report.compare(subject, "the rewards are of the functions {}, but the run has {}", functions, labels)
 
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
@@ -157,7 +157,7 @@ def references(of_run: RunRows, report: VerifyReport) -> None:
         found.add(stored["group_id"])
         with report.reading(subject, "its reference"):
             logprobs = decode_reference(read_checked(of_run.ledger, stored)[1])
-            text = "its reference has {} tokens, the ledger has {}"
+            text = "the log-probabilities of the reference have {} tokens, but the ledger has {}"
             report.compare(subject, text, len(logprobs), row and row["tokens"])
             _compare_scores(report, subject, row, [logprobs])
     for row in of_run.groups:
@@ -175,7 +175,7 @@ def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None,
     if row is None or row["rewards"] is None:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
-    text = "its rewards and reference have the digest {}, the ledger has {}"
+    text = "rewards and reference of the group have the digest {}, but the ledger has {}"
     report.compare(subject, text, digest, row["scores_digest"])
 
 
@@ -205,7 +205,7 @@ def _compare_with_batch(
                 subject, f"rank {row['rank']} trained groups {other[:5]} with other rewards than the ledger has"
             )
         counted = sum(tokens.get(group_id, 0) for group_id, _ in consumed)
-        text = f"rank {row['rank']} trained {{}} tokens, its groups have {{}}"
+        text = f"rank {row['rank']} trained {{}} tokens, but the groups of the rank have {{}}"
         report.compare(subject, text, row["tokens"], counted)
     if len(set(ids)) != len(ids):
         report.problem(subject, "two ranks trained the same group")
@@ -244,23 +244,23 @@ def episodes(of_run: RunRows, report: VerifyReport) -> None:
 def _compare_turn(of_run: RunRows, report: VerifyReport, subject: str, turn: sqlite3.Row) -> None:
     arrays = TurnArrays.decode(read_checked(of_run.ledger, turn)[1])
     digest = turn_digest(arrays.token_ids, arrays.logprobs, arrays.spans)
-    report.compare(subject, "its arrays have the digest {}, the ledger has {}", digest, turn["digest"])
+    report.compare(subject, "the turn's arrays have the digest {}, but the ledger has {}", digest, turn["digest"])
     digest = context_digest(arrays.context_ids)
-    text = "the tokens before the turn have the digest {}, the ledger has {}"
+    text = "the tokens before the turn have the digest {}, but the ledger has {}"
     report.compare(subject, text, digest, turn["context_digest"])
-    report.compare(subject, "its arrays have {} tokens, the ledger has {}", len(arrays.token_ids), turn["tokens"])
+    report.compare(subject, "the arrays have {} tokens, but the ledger has {}", len(arrays.token_ids), turn["tokens"])
     oldest = min(Version(*span[:2]).step for span in arrays.spans)
-    report.compare(subject, "its oldest version is {}, the ledger has {}", oldest, turn["oldest_step"])
-    report.compare(subject, "its arrays are of row {}, the ledger has {}", arrays.row, turn["row_index"])
+    report.compare(subject, "the oldest version is {}, but the ledger has {}", oldest, turn["oldest_step"])
+    report.compare(subject, "the turn's arrays are of row {}, but the ledger has {}", arrays.row, turn["row_index"])
     left_out = json.loads(turn["left_out"])
     if not set(left_out) <= set(range(turn["turn"] + 1)) or (left_out and not turn["last"]):
-        report.problem(subject, f"it leaves out turns {left_out[:8]}, which it may not")
+        report.problem(subject, f"the turn leaves out turns {left_out[:8]}, which is not allowed")
 
 
 def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
     subject = f"sample {life[1]} of group {life[0]}"
     numbers = [turn["turn"] for turn in turns]
-    report.compare(subject, "its turns are {}, expected {}", numbers, list(range(len(turns))))
+    report.compare(subject, "the sample's turns are {}, expected {}", numbers, list(range(len(turns))))
     if any(turn["last"] for turn in turns[:-1]):
         report.problem(subject, "turns follow the one that is marked as the last")
     num_rows = 0
@@ -270,7 +270,7 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
                 subject, f"turn {turn['turn']} is of row {turn['row_index']}, but only {num_rows} rows precede it"
             )
         num_rows = max(num_rows, turn["row_index"] + 1)
-        report.compare(subject, "its turns have {} rows, the ledger has {}", num_rows, turn["num_rows"])
+        report.compare(subject, "the turns have {} rows, but the ledger has {}", num_rows, turn["num_rows"])
 
 
 def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]) -> None:
@@ -279,12 +279,12 @@ def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], end
     for row in ended:
         key = (row["group_id"], row["sample"])
         subject = f"sample {key[1]} of group {key[0]}"
-        report.compare(subject, "its ended life is {}, expected {}", row["life"], _next_life(last.get(key)))
+        report.compare(subject, "the sample's ended life is {}, expected {}", row["life"], _next_life(last.get(key)))
         last[key] = row
     for group_id, sample, life in lives:
         before = last.get((group_id, sample))
         subject = f"sample {sample} of group {group_id}"
-        report.compare(subject, "its turns are of life {}, expected {}", life, _next_life(before))
+        report.compare(subject, "the sample's turns are of life {}, expected {}", life, _next_life(before))
         if before is not None and before["given_up"]:
             report.problem(subject, "the sample was given up, but has turns")
 
@@ -310,7 +310,7 @@ def _groups_of_turns(of_run: RunRows, report: VerifyReport, turns: list[sqlite3.
             continue
         text = "the group has {} tokens, but its turns have {}"
         report.compare(subject, text, row["tokens"], tokens.get(group_id, 0))
-        text = "its oldest version is {}, but that of its turns is {}"
+        text = "the group's oldest version is {}, but the oldest version of its turns is {}"
         report.compare(subject, text, row["oldest_step"], oldest.get(group_id))
     for table, found in (("episodes", turns), ("restarts", ended)):
         missing = sorted({row["group_id"] for row in found} - group_ids)

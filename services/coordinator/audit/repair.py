@@ -71,7 +71,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
             selection.handle_damaged(exchange, run, damaged)
             query = "SELECT state FROM groups WHERE run_id = ? AND group_id = ?"
             state = ledger.value(query, (run.run_id, row["group_id"]))
-            say(f"group {row['group_id']}: {damaged}; it is {state} now")
+            say(f"group {row['group_id']}: {damaged}; the group is {state} now")
 
 
 def _begin_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:

@@ -24,7 +24,7 @@ def prompts(of_run: RunRows, report: VerifyReport) -> None:
     for row in rows:
         subject = f"group {row['group_id']}"
         for column in ("prompt_json", "columns_json"):
-            with report.reading(subject, f"its prompt (table prompts, column {column})"):
+            with report.reading(subject, f"the prompt (table prompts, column {column})"):
                 json.loads(row[column])
         if row["class"] is None:
             report.problem(subject, "the group has a row in the table prompts, but not in the table groups")
@@ -39,11 +39,11 @@ def events(of_run: RunRows, report: VerifyReport) -> None:
     for expected, row in enumerate(rows, 1):
         subject = f"event {row['sequence']}"
         if row["sequence"] != expected:
-            report.problem(subject, f"it follows event {expected - 1}; the events between are missing")
+            report.problem(subject, f"the event follows event {expected - 1}; the events between are missing")
             break
-        with report.reading(subject, f"its content (table events, column json, kind {row['kind']!r})"):
+        with report.reading(subject, f"the content (table events, column json, kind {row['kind']!r})"):
             if not isinstance(json.loads(row["json"]), dict):
-                report.problem(subject, "its content (table events, column json) is not an object")
+                report.problem(subject, "the event's content (table events, column json) is not an object")
     report.facts["events"] = len(rows)
 
 
@@ -53,20 +53,20 @@ def evaluations(of_run: RunRows, report: VerifyReport) -> None:
     rows = of_run.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
-        with report.reading(subject, "its result (table evaluations, column result_json)"):
+        with report.reading(subject, "the result (table evaluations, column result_json)"):
             json.loads(row["result_json"])
         if row["done"] not in (0, 1) or row["step"] > of_run.run["next_step"]:
             report.problem(
                 subject,
-                f"its column done is {row['done']}, must be 0 or 1; its step must be at most {of_run.run['next_step']}",
+                f"column done is {row['done']}, but must be 0 or 1; the step must be at most {of_run.run['next_step']}",
             )
     done = {f"eval:{row['step']}": bool(row["done"]) for row in rows}
     classes = of_run.rows("SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'")
     for kind, state in classes:
         if kind not in done:
-            report.problem(f"groups of the class {kind!r}", "their evaluation is not recorded")
+            report.problem(f"groups of the class {kind!r}", "the evaluation of these groups is not recorded")
         elif done[kind] and state not in ("scored", "dropped"):
-            report.problem(f"groups of the class {kind!r}", f"their evaluation has ended, but some of them are {state}")
+            report.problem(f"groups of the class {kind!r}", f"the evaluation has ended, but some groups are {state}")
 
 
 def models(of_run: RunRows, report: VerifyReport) -> None:
@@ -76,13 +76,13 @@ def models(of_run: RunRows, report: VerifyReport) -> None:
     found = of_run.ledger.models.of_run(of_run.run_id)
     for model in found:
         subject = f"model {model.name}:{model.version}"
-        report.compare(subject, "its chain is {}, but the ledger has {}", model.chain, chains.get(model.step, ""))
+        report.compare(subject, "the chain is {}, but the ledger has {}", model.chain, chains.get(model.step, ""))
         report.compare(
-            subject, "its spec has the SHA-256 {}, but the run's spec has {}", model.spec_sha256, spec_sha256
+            subject, "the model's spec has the SHA-256 {}, but the run's spec has {}", model.spec_sha256, spec_sha256
         )
         if model.step > of_run.run["next_step"]:
             report.problem(
-                subject, f"it is of step {model.step}, but the run has trained {of_run.run['next_step']} steps"
+                subject, f"the model is of step {model.step}, but the run has trained {of_run.run['next_step']} steps"
             )
         with report.reading(subject, "its evidence"):
             check_evidence(
@@ -93,7 +93,7 @@ def models(of_run: RunRows, report: VerifyReport) -> None:
         for change in of_run.ledger.models.changes(model.name):
             is_unexplained = not (has_passed(model.verdicts) or change.reason)
             if change.kind == "promote" and change.version == model.version and is_unexplained:
-                report.problem(subject, "it was promoted, but has not passed its gate, and no reason is recorded")
+                report.problem(subject, "the model was promoted without a passed gate, and no reason is recorded")
     if found:
         report.facts["registered_models"] = [f"{each.name}:{each.version}" for each in found]
 
@@ -106,7 +106,7 @@ def deaths_and_faults(of_run: RunRows, report: VerifyReport) -> None:
     )
     for row in rows:
         report.problem(
-            f"group {row['group_id']}", f"workers died with this group (table deaths), but it is {row['state']}"
+            f"group {row['group_id']}", f"workers died with this group (table deaths), but the group is {row['state']}"
         )
     for row in of_run.rows("SELECT session FROM session_faults WHERE run_id = ?"):
         if not 0 < row["session"] <= of_run.run["session"]:
@@ -124,10 +124,10 @@ def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
         subject = f"checkpoint {row['path']} of step {row['step']}"
         last = of_run.run["next_batch" if of_run.has_batches else "next_step"]
         if row["step"] > last:
-            report.problem(subject, f"it is ahead of the ledger, which is at step {last}")
+            report.problem(subject, f"the checkpoint is ahead of the ledger, which is at step {last}")
         elif of_run.has_batches:
             chain = chains.get(row["step"])
-            report.compare(subject, "its chain is {}, but the ledger has {}", row["chain"], chain)
+            report.compare(subject, "the chain is {}, but the ledger has {}", row["chain"], chain)
         if row["removed"] or row["damaged"]:
             continue
         with report.reading(subject):
@@ -143,13 +143,13 @@ def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoin
     """Compare a checkpoint's manifest and files with the registered digest. Return whether its folder has a manifest."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
-        report.problem(subject, "its folder is missing; restore it, or let `paceline ledger verify --repair` mark it")
+        report.problem(subject, "the folder is missing; restore it, or mark it by `paceline ledger verify --repair`")
         return False
     if not folder.exists(CHECKPOINT_MANIFEST):
-        report.problem(subject, f"it has no {CHECKPOINT_MANIFEST}")
+        report.problem(subject, f"the checkpoint has no {CHECKPOINT_MANIFEST}")
         return False
     digest = folder.sha256(CHECKPOINT_MANIFEST)
-    report.compare(subject, "its manifest has the SHA-256 {}, but the ledger has {}", digest, checkpoint.sha256)
+    report.compare(subject, "the manifest has the SHA-256 {}, but the ledger has {}", digest, checkpoint.sha256)
     if digest == checkpoint.sha256:
         compare_files(report, subject, folder, json.loads(folder.read(CHECKPOINT_MANIFEST))["files"], contents)
     return True
@@ -163,11 +163,11 @@ def compare_files(
     for file in listed:
         name, size_bytes = file["path"], file["size_bytes"]
         if name not in present:
-            report.problem(subject, f"its file {name} is missing")
+            report.problem(subject, f"the file {name} is missing")
         elif present[name] != size_bytes:
-            report.problem(subject, f"its file {name} has {present[name]} bytes, its manifest says {size_bytes}")
+            report.problem(subject, f"the file {name} has {present[name]} bytes, but the manifest says {size_bytes}")
         elif contents and (digest := folder.sha256(name)) != file["sha256"]:
-            report.problem(subject, f"its file {name} has the SHA-256 {digest}, its manifest says {file['sha256']}")
+            report.problem(subject, f"the file {name} has the SHA-256 {digest}, but the manifest says {file['sha256']}")
 
 
 def export(of_run: RunRows, report: VerifyReport) -> None:
@@ -191,9 +191,9 @@ def export(of_run: RunRows, report: VerifyReport) -> None:
 
 def _compare_origin(of_run: RunRows, report: VerifyReport, subject: str, origin: Origin | None) -> None:
     if origin is None:
-        report.problem(subject, "its files name no run")
+        report.problem(subject, "the files of the export name no run")
         return
-    report.compare(subject, "its files name the run {}, but the export is of run {}", origin.run_id, of_run.run_id)
+    report.compare(subject, "the files name the run {}, but the export is of run {}", origin.run_id, of_run.run_id)
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches} | {0: ""}
     if of_run.has_batches:
-        report.compare(subject, "its chain is {}, but the ledger has {}", origin.chain, chains.get(origin.step))
+        report.compare(subject, "the chain is {}, but the ledger has {}", origin.chain, chains.get(origin.step))

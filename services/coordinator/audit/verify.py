@@ -81,7 +81,7 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> RunR
                 raise
             report.problem(f"run {run_id}", LOST)
             return None
-    with report.reading(f"run {run_id}", f"its row of the table runs, column spec_yaml, ({REMEDY})"):
+    with report.reading(f"run {run_id}", f"the row of the table runs, column spec_yaml, ({REMEDY})"):
         run, db = ledger.run(run_id), ledger.db
         spec, _ = spec_from_ledger(run["spec_yaml"])
         groups = db.execute(
@@ -127,20 +127,20 @@ def _slots(of_run: RunRows, report: VerifyReport) -> None:
         if group["reason"] == "run_ended" and group["state"] == "dropped" and group["step"] == fixed_last:
             continue
         if group["state"] not in (*OPEN_STATES, "trained", "dropped"):
-            report.problem(subject, f"its state {group['state']!r} is unknown")
+            report.problem(subject, f"the group's state {group['state']!r} is unknown")
         elif (group["step"] is not None) != (group["state"] in STATES_WITH_STEP):
-            report.problem(subject, f"it is {group['state']}, but its step is {group['step']}")
+            report.problem(subject, f"the group is {group['state']}, but its step is {group['step']}")
     holders = Counter(g["slot"] for g in of_run.groups if g["state"] != "dropped")
     for slot, number in holders.items():
         if number > 1 or slot >= of_run.run["next_slot"]:
-            report.problem(f"slot {slot}", f"{number} groups hold it, and the run has {of_run.run['next_slot']} slots")
+            report.problem(f"slot {slot}", f"{number} groups hold this slot, of {of_run.run['next_slot']} slots")
     free = of_run.rows("SELECT slot FROM free_slots WHERE run_id = ?")
     slots = sorted([*holders, *(row["slot"] for row in free)])
     if slots != list(range(of_run.run["next_slot"])):
         odd = sorted(Counter(slots).keys() ^ set(range(of_run.run["next_slot"]))) or [
             slot for slot, number in Counter(slots).items() if number > 1
         ]
-        report.problem("slots", f"{odd[:5]} are neither held by a group nor free, or are held or free more than once")
+        report.problem("slots", f"slots {odd[:5]} are neither held nor free, or are held or free more than once")
 
 
 def _tokens(of_run: RunRows, report: VerifyReport) -> None:
@@ -156,8 +156,8 @@ def _tokens(of_run: RunRows, report: VerifyReport) -> None:
         dropped[reason] = dropped.get(reason, 0) + tokens
     generated, booked = counters.get("tokens:generated", 0), _by_reason(counters, "tokens")
     in_books = counters.get("tokens:trained", 0)
-    report.compare("tokens", "{} tokens are in trained groups, {} in the token accounting", trained, in_books)
-    report.compare("tokens", "dropped tokens by reason are {}, in the token accounting {}", dropped, booked)
+    report.compare("tokens", "trained groups have {} tokens, but the token accounting has {}", trained, in_books)
+    report.compare("tokens", "dropped tokens by reason are {}, but the token accounting has {}", dropped, booked)
     total = in_books + sum(booked.values()) + live
     report.compare("tokens", "{} tokens were generated, but trained + dropped + live are {}", generated, total)
     report.facts["tokens"] = {
@@ -176,7 +176,7 @@ def _batches(of_run: RunRows, report: VerifyReport) -> None:
         return
     run, chain, trained_chain = of_run.run, "", ""
     steps = [int(batch["step"]) for batch in of_run.batches]
-    report.compare("batches", "their steps in the ledger are {}, expected {}", steps, list(range(run["next_batch"])))
+    report.compare("batches", "the batches have the steps {}, expected {}", steps, list(range(run["next_batch"])))
     if not 0 <= run["next_batch"] - run["next_step"] <= 1:
         report.problem(
             "batches", f"{run['next_batch']} batches are fixed, but only {run['next_step']} steps are trained"
@@ -187,22 +187,22 @@ def _batches(of_run: RunRows, report: VerifyReport) -> None:
         step, trained = int(batch["step"]), batch["step"] < run["next_step"]
         groups, subject = of_run.of_step.get(step, []), f"step {step}"
         report.compare(
-            subject, "its batch has {} groups, but B is {}", len(groups), of_run.spec.grpo.num_prompts_per_step
+            subject, "the batch has {} groups, but B is {}", len(groups), of_run.spec.grpo.num_prompts_per_step
         )
         order = [g["rank_order"] for g in groups]
-        report.compare(subject, "its groups have the order {}, expected {}", order, list(range(len(groups))))
+        report.compare(subject, "the step's groups have the order {}, expected {}", order, list(range(len(groups))))
         digest = batch_digest(groups)
-        report.compare(subject, "its groups have the digest {}, its batch has {}", digest, batch["digest"])
+        report.compare(subject, "the step's groups have the digest {}, but its batch has {}", digest, batch["digest"])
         chain = extend_chain(_replaced(of_run, report, chain, batch), step, digest)
         report.compare(
-            subject, "the batches up to this step have the chain {}, the ledger has {}", chain, batch["chain"]
+            subject, "the batches up to this step have the chain {}, but the ledger has {}", chain, batch["chain"]
         )
-        report.compare(subject, "its batch must have trained = {}, but has {}", trained, bool(batch["trained"]))
+        report.compare(subject, "the batch must have trained = {}, but has {}", trained, bool(batch["trained"]))
         wrong = [g["group_id"] for g in groups if (g["state"] == "trained") != trained]
         if wrong:
-            report.problem(subject, f"the states of its groups {wrong[:5]} contradict its own, trained = {trained}")
+            report.problem(subject, f"groups {wrong[:5]} have states that contradict trained = {trained}")
         trained_chain = chain if trained else trained_chain
-    report.compare("chain", "trained batches have the chain {}, the run has {}", trained_chain, run["chain"])
+    report.compare("chain", "trained batches have the chain {}, but the run has {}", trained_chain, run["chain"])
     report.facts |= {"batches": len(steps), "chain": trained_chain}
 
 
@@ -212,10 +212,10 @@ def _replaced(of_run: RunRows, report: VerifyReport, chain: str, batch: sqlite3.
     rows = of_run.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
-    report.compare(subject, "its replaced batches are {}, expected {}", revisions, list(range(batch["revision"])))
+    report.compare(subject, "the replaced batches are {}, expected {}", revisions, list(range(batch["revision"])))
     for row in rows:
         chain = extend_chain(chain, row["step"], row["digest"])
-        text = f"its batch {row['revision']}, which was replaced, has the chain {{}}, the ledger has {{}}"
+        text = f"the replaced batch {row['revision']} has the chain {{}}, but the ledger has {{}}"
         report.compare(subject, text, chain, row["chain"])
     return chain
 

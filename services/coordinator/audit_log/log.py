@@ -87,7 +87,7 @@ class RefusalLimits:
             replace(
                 counted.newest,
                 count=counted.left_out,
-                why=f"{counted.left_out} more refusals of {name or 'an unknown peer'}; this is the newest: {counted.newest.why}",
+                why=f"{counted.left_out} more refusals of {name or 'an unknown peer'}; the newest refusal: {counted.newest.why}",
             )
             for name, counted in self._sources.items()
             if counted.newest is not None

@@ -86,14 +86,14 @@ def read_line(line: bytes) -> AuditRecord:
     """Return the record of a line without its line end. Raises ValueError if it is no record or its hash is wrong."""
     body, end = line[:-_HASH_BYTES] + b"}", line[-_HASH_BYTES:]
     if not (end.startswith(_HASH) and end.endswith(b'"}')):
-        raise ValueError("it is not a record")
+        raise ValueError("the line is not a record")
     given = end[len(_HASH) : -2].decode("ascii", "replace")
     if hashlib.sha256(body).hexdigest() != given:
-        raise ValueError("its hash is not that of its content")
+        raise ValueError("the hash of the record is not the hash of its content")
     fields = json.loads(line)
     sequence, time, previous = fields.get("sequence"), fields.get("time"), fields.get("previous")
     if not (isinstance(sequence, int) and isinstance(time, str) and isinstance(previous, str)):
-        raise ValueError("it lacks its sequence, time or previous hash")
+        raise ValueError("the record lacks its sequence, time or previous hash")
     return AuditRecord(sequence, time, previous, given, fields)
 
 
@@ -210,7 +210,7 @@ class AuditFiles:
                 break
         if recorded.sequence and not has_record(self._folder, recorded):
             self.repaired.append(
-                f"the ledger has record {recorded.sequence}, but the files, which end with {end.sequence}, lack it"
+                f"the ledger has record {recorded.sequence}, but the files end with record {end.sequence}"
             )
             return recorded
         return end

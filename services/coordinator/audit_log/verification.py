@@ -103,7 +103,7 @@ class _Chain:
             for who, _ in expected:
                 self._report.problem(
                     f"record {self.head.sequence + 1}",
-                    f"the log ends with record {self.head.sequence}, but {who} has record {sequence}: its end was cut off",
+                    f"the log ends with record {self.head.sequence}, but {who} has record {sequence}: the log was cut off",
                 )
 
     def _take(self, record: AuditRecord, name: str) -> None:
@@ -114,11 +114,11 @@ class _Chain:
                 f"record {expected}", f"records {expected} to {record.sequence - 1} are missing in {name}"
             )
         elif record.sequence < expected:
-            self._report.problem(subject, f"it is in {name} after record {expected - 1}")
+            self._report.problem(subject, f"the record is in {name} after record {expected - 1}")
         elif previous and record.previous != previous:
-            self._report.problem(subject, f"its previous hash in {name} is not that of record {expected - 1}")
+            self._report.problem(subject, f"the previous hash in {name} is not the hash of record {expected - 1}")
         for who, digest in self._expected.get(record.sequence, ()):
-            self._report.compare(subject, f"its hash in {name} is {{}}, {who} has {{}}", record.hash, digest)
+            self._report.compare(subject, f"the hash in {name} is {{}}, but {who} has {{}}", record.hash, digest)
         self.head = AuditHead(max(record.sequence, self.head.sequence), record.hash)
 
 

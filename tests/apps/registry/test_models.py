@@ -60,8 +60,8 @@ def test_verify_finds_a_promotion_without_a_reason(place: Workplace) -> None:
     ledger.close()
     problems = place.run("ledger", "verify", RUN_ID)
     assert problems.exit_code == 1
-    assert "model sums:1: it was promoted, but has not passed its gate" in problems.output
-    assert "model sums:1: its chain is other, but the ledger has" in problems.output
+    assert "model sums:1: the model was promoted without a passed gate" in problems.output
+    assert "model sums:1: the chain is other, but the ledger has" in problems.output
 
 
 def test_a_rollback_needs_an_earlier_version(place: Workplace) -> None:
@@ -89,7 +89,7 @@ def test_a_ledger_that_a_coordinator_has_is_not_written(place: Workplace) -> Non
     ledger = Ledger(place.runs / LEDGER_NAME)
     refused = place.run("models", "promote", "sums:1")
     assert refused.exit_code == 1
-    assert "Name the coordinator that uses the ledger with --coordinator HOST:PORT" in refused.output
+    assert "With --coordinator HOST:PORT, name the coordinator that uses the ledger" in refused.output
     assert place.done("models", "list")["models"][0]["stage"] == "passed"
     ledger.close()
 

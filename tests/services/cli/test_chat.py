@@ -57,7 +57,7 @@ def test_what_cannot_be_talked_to_is_told(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no ledger at"):
         chat.spec_of_model("nosuch-1", tmp_path)
     spec = chat.spec_of_model(str(folder), tmp_path)
-    with pytest.raises(InvalidInput, match=r"--temperature is 0, must be above 0"):
+    with pytest.raises(InvalidInput, match=r"--temperature is 0, but must be above 0"):
         chat.changed(spec, 0.0, None)
     with pytest.raises(InvalidInput, match=r"--max-new-tokens is 100000, must be from 1"):
         chat.changed(spec, None, 100_000)

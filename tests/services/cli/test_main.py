@@ -134,7 +134,7 @@ def test_a_missing_spec_is_one_line(tmp_path: Path) -> None:
 def test_up_without_spec_needs_an_open_run(tmp_path: Path) -> None:
     result = paceline("up", "--directory", str(tmp_path / "runs"))
     assert result.exit_code == 2
-    assert "no run is open in" in result.stderr
+    assert "has no open run" in result.stderr
 
 
 def test_up_tells_its_coordinator_how_much_of_the_disk_stays_free(
@@ -196,7 +196,7 @@ class Dropping:
 def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.services.cli.running.runs.Client", Dropping)
     assert paceline("drop", "sums-1", "3", "15").stdout == (
-        "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` continues it\n"
+        "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` continues the run\n"
     )
     assert paceline("drop", "sums-1", "3").stdout.startswith("dropped group 3 of run sums-1, ")
     (facts,) = lines_of(paceline("drop", "sums-1", "3", "--json"))

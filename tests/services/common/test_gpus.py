@@ -114,7 +114,7 @@ def test_a_role_left_on_cpus_beside_named_gpus_is_said(cluster: dict[str, Any], 
 def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
     assert unused_gpus("learner", []) == ""
     assert unused_gpus("learner", ["0", "1"]) == (
-        "this learner computes on CPUs although the host shows 2 GPUs, because torch cannot use any; see "
+        "this learner computes on CPUs although the host shows 2 GPUs, because torch cannot use any GPU; see "
         "`paceline doctor`, or give --device cpu if that is intended"
     )
 

@@ -66,7 +66,7 @@ def test_damage_is_an_error_of_both(directory: Path) -> None:
     assert found[0].startswith("record 2: line 2 of 000001.jsonl was changed: its hash")
     told = run(directory, "show", status=1)
     assert "audit/start" in told  # what comes before
-    assert "`paceline audit verify` names it" in told
+    assert "`paceline audit verify` names the record" in told
 
 
 def test_a_directory_without_a_log_is_named(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_metric_that_is_not_there_is_answered_with_the_nearest(directory: Path
         "Error: sums-1 has no metric 'rewrd'; did you mean 'reward'?\n",
     )
     result = paceline("metrics", "sums-1", "x/*", "--directory", directory)
-    assert result.stderr == "Error: sums-1 has no metric 'x/*'; `paceline metrics sums-1` lists them\n"
+    assert result.stderr == "Error: sums-1 has no metric 'x/*'; `paceline metrics sums-1` lists its metrics\n"
 
 
 def test_a_metric_is_explained_without_a_run(directory: Path) -> None:

@@ -213,7 +213,7 @@ def test_pairs_of_texts_and_pairs_that_are_not_there(writer: Writer, tmp_path: P
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["export", RUN_ID, "x.txt"], "'.txt' of its extension is none of .parquet, .jsonl, .csv"),
+    (["export", RUN_ID, "x.txt"], "'.txt' of the file name is none of .parquet, .jsonl, .csv"),
     (["export", RUN_ID, "x.csv", "--best", "1"], "--best and --worst are bounds of --pairs"),
     (["export", RUN_ID, "x.csv", "--pairs", "--best", "0", "--worst", "1"], "--worst 1 is above --best 0"),
     ([RUN_ID, "--version", "1"], "--version is for --eval"),

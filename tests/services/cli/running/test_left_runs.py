@@ -152,7 +152,7 @@ def test_up_with_nothing_that_goes_on_names_what_a_person_can_do(ledger: Ledger,
     assert result.exit_code == 2
     assert "cannot read the spec of run sums-1" in result.stderr
     assert "run sums-2 has failed (no function 'f'); --resume sums-2 queues it again" in result.stderr
-    assert "no run is open" in result.stderr
+    assert "has no open run" in result.stderr
     assert recorded.calls == []
 
 

@@ -101,7 +101,7 @@ def test_the_default_directory_is_read_only_when_nobody_named_a_coordinator(
     monkeypatch.delenv("PACELINE_COORDINATOR", raising=False)
     result = CliRunner().invoke(main, ["runs"])
     assert result.exit_code == 0, result.output
-    assert "these are the records in runs" in result.stderr
+    assert "the command reads the records in runs" in result.stderr
     assert "sums-2" in result.stdout
     named = paceline("runs", coordinator=NOBODY)
     assert named.exit_code == 1

@@ -28,9 +28,9 @@ def secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ("127.0.0.1:7070", "127.0.0.1", "", "", "", "coordinator and worker are on loopback"),
         ("[::1]:7070", "localhost", "", KERNEL, "", "coordinator and worker are on loopback"),
-        ("10.0.0.1:7070", "10.0.0.2", "", "", "secrets", "user code: secrets are hidden from it: /"),
-        ("coordinator:7070", "0.0.0.0", "", "", "secrets", "user code: secrets are hidden from it: /"),
-        ("127.0.0.1:7070", "10.0.0.2", "", "", "secrets", "user code: secrets are hidden from it: /"),
+        ("10.0.0.1:7070", "10.0.0.2", "", "", "secrets", "secrets are hidden from user code: /"),
+        ("coordinator:7070", "0.0.0.0", "", "", "secrets", "secrets are hidden from user code: /"),
+        ("127.0.0.1:7070", "10.0.0.2", "", "", "secrets", "secrets are hidden from user code: /"),
         (
             "10.0.0.1:7070",
             "10.0.0.2",
@@ -77,7 +77,7 @@ def test_a_worker_that_cannot_hide_them_warns(monkeypatch: pytest.MonkeyPatch, t
     for part in (
         f"USER CODE CAN READ SECRETS: {tmp_path}/token, {tmp_path}/tls and other runs' bundles in /",
         f"because {KERNEL}",
-        "--no-isolation accepts it (docs/operate/security_setup.md)",
+        "--no-isolation accepts the risk (docs/operate/security_setup.md)",
     ):
         assert part in warning
 

@@ -69,7 +69,7 @@ def test_without_the_token_every_call_is_refused_with_the_file_that_would_help(
 ) -> None:
     for path, why in ((tmp_path / "none", "no token"), (other_token, "another token")):
         with Client(cluster.address, token_file=path) as client:
-            wanted = rf"the call has {why}; this service requires the token in its file {cluster.token_file}"
+            wanted = rf"the call has {why}; this service requires the token in the file {cluster.token_file}"
             for call in (client.runs, client.members, lambda: client.cancel("x")):
                 with pytest.raises(PacelineError, match=wanted):
                     call()

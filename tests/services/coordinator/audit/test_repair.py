@@ -76,7 +76,7 @@ def test_groups_that_nobody_trained_are_generated_again(closed: World) -> None:
     said = repaired(closed)
     open_groups = sum(row["state"] != "trained" for row in rows)
     assert open_groups >= 3
-    assert said.count("it is admitted now") == open_groups
+    assert said.count("the group is admitted now") == open_groups
     left = problems(closed)
     assert len(left) == 4
     assert all("its arrays cannot be read" in problem for problem in left)  # of trained groups: a backup has them

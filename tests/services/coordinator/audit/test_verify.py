@@ -98,29 +98,32 @@ TAMPERED = {
         "step 9: the step has groups, but no batch",
     ),
     "another size": ("UPDATE groups SET step = 2 WHERE group_id = 2", "groups, but B is 2"),
-    "two in one slot": ("UPDATE groups SET slot = 1 WHERE group_id = 4", "slot 1: 2 groups hold it"),
+    "two in one slot": ("UPDATE groups SET slot = 1 WHERE group_id = 4", "slot 1: 2 groups hold this slot"),
     "tokens that were never generated": (
         "UPDATE groups SET tokens = 10 WHERE group_id = 2",
-        "in trained groups",
+        "trained groups have",
     ),
     "the token accounting": ("UPDATE counters SET value = value + 1 WHERE name = 'tokens:generated'", "tokens: "),
     "trained in the token accounting": (
         "UPDATE counters SET value = value - 1 WHERE name = 'tokens:trained'",
-        "in the token accounting",
+        "but the token accounting has",
     ),
     "dropped in the token accounting": (
         "UPDATE counters SET value = 5 WHERE name = 'tokens:dropped:bad_prompt'",
-        "tokens: dropped tokens by reason are {'bad_prompt': 0}, in the token accounting {'bad_prompt': 5}",
+        "tokens: dropped tokens by reason are {'bad_prompt': 0}, but the token accounting has {'bad_prompt': 5}",
     ),
     "groups in the token accounting": (
         "UPDATE counters SET value = 7 WHERE name = 'groups:trained'",
         "6 groups are trained, but 7 were",
     ),
     "a prompt that was skipped": ("UPDATE runs SET cursor = cursor + 1", "prompts were drawn"),
-    "a batch that is gone": ("DELETE FROM batches WHERE step = 1", "batches: their steps in the ledger are [0, 2, 3]"),
+    "a batch that is gone": (
+        "DELETE FROM batches WHERE step = 1",
+        "batches: the batches have the steps [0, 2, 3]",
+    ),
     "a batch's order": (
         "UPDATE groups SET rank_order = 1 - rank_order WHERE step = 1",
-        "step 1: its groups have the digest",
+        "step 1: the step's groups have the digest",
     ),
     "the chain of a step": (
         "UPDATE batches SET chain = 'x' WHERE step = 1",
@@ -129,7 +132,7 @@ TAMPERED = {
     "the run's chain": ("UPDATE runs SET chain = 'x'", "chain: trained batches have"),
     "a step that is trained no more": (
         "UPDATE batches SET trained = 0 WHERE step = 2",
-        "step 2: its batch must have trained = True",
+        "step 2: the batch must have trained = True",
     ),
     "a batch too many": ("UPDATE runs SET next_step = 2", "4 batches are fixed, but only 2 steps are trained"),
     "a rank's receipt": (
@@ -159,9 +162,12 @@ TAMPERED = {
         "rank 0 trained 1 tokens",
     ),
     "a session to come": ("UPDATE receipts SET session = 9 WHERE step = 2", "a session that has not begun"),
-    "a digest": ("UPDATE groups SET digest = 'x' WHERE group_id = 2", "group 2: its arrays have the digest"),
-    "an age": ("UPDATE groups SET oldest_step = 7 WHERE group_id = 2", "group 2: its oldest version is 0"),
-    "rewards": ("UPDATE groups SET rewards = X'00000000' WHERE group_id = 2", "group 2: its row has 1 rewards"),
+    "a digest": (
+        "UPDATE groups SET digest = 'x' WHERE group_id = 2",
+        "group 2: the arrays of the group have the digest",
+    ),
+    "an age": ("UPDATE groups SET oldest_step = 7 WHERE group_id = 2", "group 2: the oldest version is 0"),
+    "rewards": ("UPDATE groups SET rewards = X'00000000' WHERE group_id = 2", "group 2: the group's row has 1 rewards"),
     "arrays": (
         "UPDATE payloads SET arrays = X'00', segment = NULL WHERE group_id = 2",
         "group 2: its arrays cannot be read",
@@ -174,9 +180,9 @@ TAMPERED = {
         "DELETE FROM payloads WHERE group_id = (SELECT MIN(group_id) FROM groups WHERE state = 'batched')",
         "but its arrays are not stored",
     ),
-    "a checkpoint's chain": ("UPDATE checkpoints SET chain = 'x'", "its chain is x"),
-    "a checkpoint ahead": ("UPDATE checkpoints SET step = 8", "it is ahead of the ledger"),
-    "a checkpoint's manifest": ("UPDATE checkpoints SET sha256 = 'x'", "its manifest has the SHA-256"),
+    "a checkpoint's chain": ("UPDATE checkpoints SET chain = 'x'", "the chain is x"),
+    "a checkpoint ahead": ("UPDATE checkpoints SET step = 8", "the checkpoint is ahead of the ledger"),
+    "a checkpoint's manifest": ("UPDATE checkpoints SET sha256 = 'x'", "the manifest has the SHA-256"),
 }
 
 
@@ -192,15 +198,15 @@ def test_files_of_a_checkpoint_that_changed_or_are_gone_are_named(trained: World
     folder = tmp_path / "checkpoint"
     (folder / "weights").write_bytes(b"weightt")
     (problem,) = inspect(trained).problems
-    assert "its file weights has the SHA-256" in problem
+    assert "the file weights has the SHA-256" in problem
     (folder / "weights").write_bytes(b"weight")
-    assert "its file weights has 6 bytes, its manifest says 7" in inspect(trained).problems[0]
+    assert "the file weights has 6 bytes, but the manifest says 7" in inspect(trained).problems[0]
     (folder / "weights").unlink()
-    assert "its file weights is missing" in inspect(trained).problems[0]
+    assert "the file weights is missing" in inspect(trained).problems[0]
     (folder / "manifest.json").unlink()
-    assert "it has no manifest.json" in inspect(trained).problems[0]
+    assert "the checkpoint has no manifest.json" in inspect(trained).problems[0]
     folder.rmdir()
-    assert "its folder is missing" in inspect(trained).problems[0]
+    assert "the folder is missing" in inspect(trained).problems[0]
     trained.ledger.db.execute("UPDATE checkpoints SET damaged = 'no such folder'")
     report = inspect(trained)  # no session begins from it: it is as good as pruned
     assert report.problems == []
@@ -220,7 +226,7 @@ def test_only_the_newest_checkpoint_is_read_unless_asked(trained: World, tmp_pat
         (str(older), hashlib.sha256(manifest).hexdigest()),
     )
     assert inspect(trained).problems == []
-    assert "its file weights has the SHA-256" in inspect(trained, deep=True).problems[0]
+    assert "the file weights has the SHA-256" in inspect(trained, deep=True).problems[0]
 
 
 def test_what_is_pruned_while_verify_reads_is_no_problem(
@@ -255,12 +261,12 @@ def test_an_export_is_held_against_its_manifest(trained: World, tmp_path: Path) 
     chain = trained.ledger.batches.get(trained.run_id, 0)["chain"]  # type: ignore[index]
     for stated, problems in (
         (chain, []),
-        ("other", [f"export {folder}: its chain is other, but the ledger has {chain}"]),
+        ("other", [f"export {folder}: the chain is other, but the ledger has {chain}"]),
     ):
         (folder / EXPORT_MANIFEST).write_text(json.dumps({"run": run | {"chain": stated}, "files": [file]}))
         assert inspect(trained).problems == problems
     (folder / "model").write_bytes(b"modem")
-    assert "its file model has the SHA-256" in inspect(trained).problems[0]
+    assert "the file model has the SHA-256" in inspect(trained).problems[0]
 
 
 UNREADABLE = {
@@ -271,10 +277,10 @@ UNREADABLE = {
     ),
     "a prompt that is gone": ("DELETE FROM prompts WHERE group_id = 2", "[2] have no prompt"),
     "an event": ("UPDATE events SET json = '{' WHERE sequence = 1", "table events, column json"),
-    "an event that is gone": ("DELETE FROM events WHERE sequence = 1", "event 2: it follows event 0"),
+    "an event that is gone": ("DELETE FROM events WHERE sequence = 1", "event 2: the event follows event 0"),
     "rewards": (
         "UPDATE groups SET rewards = x'0000803f000080bf' WHERE group_id = 2",
-        "group 2: its rewards and reference have the digest",
+        "group 2: rewards and reference of the group have the digest",
     ),
     "rewards of a receipt": (
         "UPDATE receipts SET scores_digests = replace(scores_digests, '[\"', '[\"0') WHERE step = 0",
@@ -297,7 +303,7 @@ UNREADABLE = {
         "UPDATE groups SET tokens = 'x' WHERE group_id = 2",
         "tokens: a record cannot be read",
     ),
-    "a free slot": ("INSERT INTO free_slots VALUES ('test-1', 1)", "slots: [1] are neither"),
+    "a free slot": ("INSERT INTO free_slots VALUES ('test-1', 1)", "slots: slots [1] are neither"),
     "a slot that no group has": ("DELETE FROM free_slots", "are neither"),
     "a death": ("INSERT INTO deaths VALUES ('test-1', 2, 'w')", "workers died with this group"),
     "the kind of arrays": ("UPDATE payloads SET kind = 'resulu' WHERE group_id = 2", "'resulu'"),
@@ -368,7 +374,7 @@ def test_a_run_that_ended_with_a_batch_fixed_drops_its_groups(trained: World) ->
     assert report.facts["open"] == 0
     assert report.facts["dropped"]["run_ended"] >= 2
     trained.ledger.db.execute("UPDATE groups SET step = 1 WHERE reason = 'run_ended' AND step = 3")
-    assert any("it is dropped, but its step is 1" in problem for problem in inspect(trained).problems)
+    assert any("the group is dropped, but its step is 1" in problem for problem in inspect(trained).problems)
 
 
 def test_a_supervised_run_has_receipts_only(make_world: MakeWorld) -> None:

@@ -81,7 +81,7 @@ def test_a_log_whose_end_was_cut_off_goes_on_behind_the_record_that_the_ledger_k
     path = audit_files(tmp_path)[1]
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
     log = opened(tmp_path, head)
-    assert log.repaired == [f"the ledger has record 3, but the files, which end with {kept}, lack it"]
+    assert log.repaired == [f"the ledger has record 3, but the files end with record {kept}"]
     log.append(Entry("x/Y"))
     log.close()
     assert [record.sequence for record in read(tmp_path)] == [*range(1, kept + 1), 4]

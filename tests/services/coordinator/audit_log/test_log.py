@@ -102,7 +102,7 @@ def test_the_next_start_records_what_it_found(tmp_path: Path) -> None:
         log = AuditLog(ledger)
         *_, newest = records(log.folder)
         assert newest.sequence == 3
-        assert newest.fields["why"] == "the ledger has record 2, but the files, which end with 1, lack it"
+        assert newest.fields["why"] == "the ledger has record 2, but the files end with record 1"
         log.close()
         assert verify(ledger).problems == ["record 2: records 2 to 2 are missing in 000001.jsonl"]
 
@@ -119,7 +119,7 @@ def test_a_source_has_some_records_in_a_window_and_then_one_for_the_rest() -> No
     assert limits.due(5.0 + WINDOW_S - 0.1) == []
     (rest,) = limits.due(5.0 + WINDOW_S)
     assert (rest.count, rest.address) == (7, f"10.0.0.1:{FIRST + 6}")
-    assert rest.why == "7 more refusals of 10.0.0.1; this is the newest: no token"
+    assert rest.why == "7 more refusals of 10.0.0.1; the newest refusal: no token"
     assert limits.due(1000.0) == []
     assert limits.admits(refused("10.0.0.1"), 100.0)  # the next window
 

@@ -40,10 +40,10 @@ def test_a_line_with_any_changed_byte_is_refused() -> None:
     for index in range(len(line)):
         changed = bytearray(line)
         changed[index] ^= 1
-        with pytest.raises(ValueError, match=r"it is not a record|its hash|it lacks|delimiter|JSON"):
+        with pytest.raises(ValueError, match=r"the line is not a record|the hash of|the record lacks|delimiter|JSON"):
             read_line(bytes(changed))
     for cut in (b"", b"{}", line[:-1], line[1:]):
-        with pytest.raises(ValueError, match=r"it is not a record|its hash|it lacks|delimiter|JSON"):
+        with pytest.raises(ValueError, match=r"the line is not a record|the hash of|the record lacks|delimiter|JSON"):
             read_line(cut)
 
 

@@ -107,9 +107,9 @@ def test_moved_and_inserted_records_are_named(directory: Path) -> None:
     kept = lines(directory)
     put(directory, [kept[0], kept[2], kept[1], *kept[3:]])
     assert problems(directory)[0] == "record 2: records 2 to 2 are missing in 000001.jsonl"
-    assert "record 2: it is in 000001.jsonl after record 3" in problems(directory)
+    assert "record 2: the record is in 000001.jsonl after record 3" in problems(directory)
     put(directory, [*kept[:3], kept[2], *kept[3:]])
-    assert problems(directory)[0] == "record 3: it is in 000001.jsonl after record 3"
+    assert problems(directory)[0] == "record 3: the record is in 000001.jsonl after record 3"
 
 
 @pytest.mark.parametrize("kept", range(6))
@@ -140,8 +140,8 @@ def test_a_log_written_anew_from_a_record_on_does_not_have_the_hashes_that_other
     put(directory, forge(directory, 3))
     found = problems(directory)
     assert [each.split(",")[0] for each in found] == [
-        "record 5: its hash in 000001.jsonl is " + json.loads(lines(directory)[4])["hash"],
-        "record 6: its hash in 000001.jsonl is " + json.loads(lines(directory)[5])["hash"],
+        "record 5: the hash in 000001.jsonl is " + json.loads(lines(directory)[4])["hash"],
+        "record 6: the hash in 000001.jsonl is " + json.loads(lines(directory)[5])["hash"],
     ]
 
 
@@ -156,7 +156,7 @@ def test_older_copies_of_log_and_ledger_lack_what_a_checkpoint_knows(directory: 
         beside.unlink()
     (found,) = problems(directory)
     assert found.startswith("record 7: the log ends with record 6, but the manifest ")
-    assert "checkpoints/1-10 has record 10: its end was cut off" in found
+    assert "checkpoints/1-10 has record 10: the log was cut off" in found
 
 
 def test_a_cut_with_a_ledger_that_was_made_to_fit_is_found_by_the_checkpoint(directory: Path) -> None:
@@ -188,7 +188,9 @@ def test_files_that_follow_and_those_that_were_deleted(tmp_path: Path) -> None:
     assert problems(tmp_path, max_files=5) == []  # it was the oldest of as many as are kept
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger, ledger.transaction():
         ledger.audit_heads.put(1, AuditHead(1, "another"))
-    assert problems(tmp_path, max_files=5) == ["record 2: its previous hash in 000002.jsonl is not that of record 1"]
+    assert problems(tmp_path, max_files=5) == [
+        "record 2: the previous hash in 000002.jsonl is not the hash of record 1"
+    ]
 
 
 def test_an_unfinished_line_is_a_fact(directory: Path) -> None:
