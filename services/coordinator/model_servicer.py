@@ -44,7 +44,7 @@ def register(ledger: Ledger, model: ModelVersion) -> ModelVersion:
         newest = ledger.models.newest(model.name)
         if model.version != newest + 1:
             raise Conflict(
-                f"version {model.version} of {model.name} cannot be registered, because the next one is {newest + 1}; register "
+                f"version {model.version} of {model.name} cannot be registered, because the next version is {newest + 1}; register "
                 "again"
             )
         _check_lineage(ledger, model)
@@ -63,7 +63,7 @@ def find(ledger: Ledger, reference: Reference) -> ModelVersion:
         if not version:
             aliases = ", ".join(ledger.models.aliases(reference.name)) or "none"
             raise NotFound(
-                f"no version of {reference.name} has the alias {reference.alias!r}; its aliases are: {aliases}"
+                f"no version of {reference.name} has the alias {reference.alias!r}; the aliases of the model are: {aliases}"
             )
     version = version or ledger.models.newest(reference.name)
     found = ledger.models.get(reference.name, version)
@@ -83,7 +83,11 @@ def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, 
             return model
         passed = has_passed(model.verdicts) and model.stage != ROLLED_BACK
         if not passed and not override:
-            why = "it was rolled back" if model.stage == ROLLED_BACK else f"its gate says: {outcome_of(model.verdicts)}"
+            why = (
+                "the version was rolled back"
+                if model.stage == ROLLED_BACK
+                else f"the gate says: {outcome_of(model.verdicts)}"
+            )
             raise Conflict(
                 f"{name}:{version} is not promoted, because {why}; promote a version that has passed, or give the reason to "
                 "promote this one (--override), which is recorded"
@@ -115,9 +119,7 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
         promotion = ledger.models.promotion(name, alias, version)
         previous = promotion.previous if promotion is not None else 0
         if not previous:
-            raise Conflict(
-                f"no version had the alias {alias!r} before {name}:{version}; promote another version instead"
-            )
+            raise Conflict(f"no version had the alias {alias!r} before {name}:{version}; promote another version")
         ledger.models.set_stage(name, version, ROLLED_BACK)
         change = ModelChange(0, "rollback", alias, previous, version, reason, caller, time.time())
         ledger.models.add_change(name, change)
@@ -189,7 +191,7 @@ def _check_reason(reason: str, field: str) -> None:
 
 def _checked(version: int) -> int:
     if not 1 <= version <= MAX_VERSION:
-        raise InvalidInput(f"version is {version}; name one, from 1 to {MAX_VERSION}")
+        raise InvalidInput(f"version is {version}; name a version from 1 to {MAX_VERSION}")
     return version
 
 
@@ -299,9 +301,9 @@ def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
     """Return the model that a message describes. Raises InvalidInput."""
     for field in ("export_sha256", "statement_sha256"):
         if not SHA256.fullmatch(getattr(model, field)):
-            raise InvalidInput(f"model.{field} is {getattr(model, field)[:80]!r}, must be 64 hexadecimal digits")
+            raise InvalidInput(f"model.{field} is {getattr(model, field)[:80]!r}, but must be 64 hexadecimal digits")
     if not 0 < len(model.path) <= MAX_PATH:
-        raise InvalidInput(f"model.path has {len(model.path)} characters, must have 1 to {MAX_PATH}")
+        raise InvalidInput(f"model.path has {len(model.path)} characters, but must have 1 to {MAX_PATH}")
     return ModelVersion(
         **{field: getattr(model, field) for field in COPIED}
         | {"run_id": run_id, "stage": REGISTERED, "registered_by": caller, "registered_s": 0.0},
@@ -322,7 +324,7 @@ def _read_documents(field: str, texts: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{field}[{index}] is not JSON: {error}") from None
         if not isinstance(document, dict):
-            raise InvalidInput(f"{field}[{index}] is {text[:40]!r}, must be an object")
+            raise InvalidInput(f"{field}[{index}] is {text[:40]!r}, but must be an object")
         found.append(document)
     return found
 

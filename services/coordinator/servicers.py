@@ -232,14 +232,14 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
     @with_status
     async def Identify(self, request: access_pb2.IdentifyRequest, context: Context) -> access_pb2.IdentifyResponse:
         if len(request.token_sha256) != SHA256_BYTES:
-            raise InvalidInput(f"token_sha256 has {len(request.token_sha256)} bytes, must be {SHA256_BYTES}")
+            raise InvalidInput(f"token_sha256 has {len(request.token_sha256)} bytes, but must have {SHA256_BYTES}")
         try:
             caller = self._callers.by_digest(request.token_sha256.hex())
         except AccessDenied as denied:
             self._note_refusal(request, context, str(denied))
             return access_pb2.IdentifyResponse(refusal=str(denied))
         if caller is None:
-            self._note_refusal(request, context, "it is not a token of this coordinator")
+            self._note_refusal(request, context, "the token is none of this coordinator's")
             return access_pb2.IdentifyResponse()
         return access_pb2.IdentifyResponse(name=caller.name, roles=sorted(caller.roles))
 

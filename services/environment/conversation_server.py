@@ -162,7 +162,7 @@ class ConversationServer:
     def _session(self, request: web.Request) -> _Open:
         opened = self._sessions.get(request.match_info["key"])
         if opened is None:
-            raise NotFound("no episode has this URL, or it is over; use the base URL that the episode was given")
+            raise NotFound("no running episode has this URL; use the base URL that the episode was given")
         return opened
 
     async def _answer(self, opened: _Open, request: AgentRequest) -> AgentAnswer:

@@ -151,7 +151,7 @@ class Orders:
 
 def _check_room(orders: Sequence[object]) -> None:
     if len(orders) >= MAX_ORDERS:
-        raise Busy(f"{len(orders)} such orders wait for the current step to end; one is enough, so wait for it")
+        raise Busy(f"{len(orders)} orders wait already for the current step to end; wait for one of these orders")
 
 
 class RankContext(Protocol):

@@ -49,7 +49,7 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
     default="",
     metavar="HOST:PORT",
     callback=check_coordinator,
-    help="Address where node 0 waits for the others, on its --host.",
+    help="Address on node 0's --host where node 0 waits for the other nodes.",
 )
 @click.option(
     "--node-wait",

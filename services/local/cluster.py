@@ -284,7 +284,7 @@ class LocalCluster:
             learner = any(name.startswith("learner") for name in slow)
             self._say(
                 f"waiting for {', '.join(slow)}, {allowed_s:.0f} s at most (--grace {self._grace_s:.0f} and {KILL_AFTER_S:.0f} "
-                f"to leave){LEARNER_ENDS if learner else ''}; Ctrl-C ends at once"
+                f"to leave){LEARNER_ENDS if learner else ''}; Ctrl-C ends the wait at once"
             )
         for service in services:
             service.wait_ended(max(0.1, allowed_s - (time.monotonic() - started_s)))

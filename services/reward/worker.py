@@ -245,7 +245,7 @@ class RewardWorker:
         self._progress.note(
             lambda sums, s: (
                 f"run {run_id}: {sums['groups']:.0f} groups in {s:.0f} s, {sums['scored']:.0f} of them scored, "
-                f"{sums['work_s'] / sums['groups']:.2f} s for one"
+                f"{sums['work_s'] / sums['groups']:.2f} s for each group"
             ),
             groups=1,
             scored=not score.error,

@@ -143,11 +143,11 @@ def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: 
 def warnings_of_opening(spec: RunSpec) -> list[str]:
     """Return a warning for each reward that expects `<think>` in completions, if the run's prompts end with `<think>`."""
     remedies = [
-        (reward.label, f"leave {THINK} out of its pattern")
+        (reward.label, f"leave {THINK} out of the pattern of the reward")
         for reward in spec.rewards
         if reward.function == "format_regex" and THINK in str(reward.kwargs.get("pattern"))
     ] + [
-        (reward.label, "set think_in_prompt: true in its kwargs")
+        (reward.label, "set think_in_prompt: true in the kwargs of the reward")
         for reward in spec.rewards
         if reward.function == "think_answer_format" and not reward.kwargs.get("think_in_prompt")
     ]

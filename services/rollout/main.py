@@ -36,9 +36,7 @@ log = logging.getLogger(__name__)
 @fabric_option
 @zone_option
 @engine_option
-@click.option(
-    "--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free port. Default: none."
-)
+@click.option("--http-port", type=int, help="Port of the OpenAI-compatible endpoint, 0 for a free port. Default: none.")
 @token_file_option
 @linux_only
 def main(

@@ -203,14 +203,10 @@ def export_all(
 @samples.command()
 @click.argument("run")
 @click.option("--step", type=click.IntRange(min=0), help="Step of the batch to show. Default: the newest step.")
-@click.option(
-    "--eval", "of_evaluation", is_flag=True, help="Show the completions of an evaluation, not those of a step."
-)
+@click.option("--eval", "of_evaluation", is_flag=True, help="Show the completions of an evaluation, not of a step.")
 @click.option("--version", type=click.IntRange(min=0), help="With --eval: the version evaluated; default the newest.")
 @click.option(
-    "--limit",
-    type=click.IntRange(min=0),
-    help=f"Number of groups to show; 0 shows all. Default: {SHOWN}, or all with --json.",
+    "--limit", type=click.IntRange(min=0), help=f"Groups to show, 0 for all. Default: {SHOWN}, or all with --json."
 )
 @click.option("--best", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the highest reward.")
 @click.option("--worst", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the lowest reward.")

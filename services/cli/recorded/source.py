@@ -174,8 +174,7 @@ def _address_instead() -> str:
     if not address or context.get_parameter_source("directory") != click.core.ParameterSource.DEFAULT:
         return ""
     click.echo(
-        f"the command reads the records of the coordinator at {address} ({VARIABLE}); --directory reads a folder",
-        err=True,
+        f"the command reads from the coordinator at {address} ({VARIABLE}); --directory reads a folder", err=True
     )
     return check_coordinator(context, _OPTION, address) or ""
 

@@ -290,9 +290,7 @@ def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
     try:
         cluster.stop()
     except KeyboardInterrupt:
-        say(
-            "ended without waiting for the services; the next `paceline up` computes again what the services had not submitted"
-        )
+        say("ended without waiting for the services; the next `paceline up` computes again what was not submitted")
         raise click.exceptions.Exit(INTERRUPTED) from None
 
 

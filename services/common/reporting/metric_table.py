@@ -40,7 +40,7 @@ REWARDS = Part("train", "Rewards of the batch", "Computed by the coordinator whe
            "0 means that the function does not distinguish completions"),
     Metric("reward_p<percentile>/<function>", "reward", "10th, 50th and 90th percentile of one function's rewards over the completions that it scored",
            "if the median is the largest value, the function has nothing left to teach"),
-    Metric("unscored_fraction/<function>", "share", "completions for which the function returned None", "0, unless it returns None for some rows"),
+    Metric("unscored_fraction/<function>", "share", "completions for which the function returned None", "0, unless the function returns None for some rows"),
     Metric("reward_weight/<function>", "", "weight of the function in this step", "absent without `weight_schedule`"),
     Metric("closed_fraction/<function>", "share", "completions for which the gate was closed: other functions count as 0",
            "falls; absent without `gate_min`"),
@@ -52,8 +52,8 @@ REWARDS = Part("train", "Rewards of the batch", "Computed by the coordinator whe
     Metric("failed_calls/<function>", "calls", "calls that failed since the step before, including those without a fault of the function", "0"),
     Metric("endpoint_requests/<function>", "requests", "requests to the service behind a function (judge, reward model) since the step "
            "before, repeated ones included", "absent without a service"),
-    Metric("endpoint_failed/<function>", "requests", "those requests that got no usable answer", "0"),
-    Metric("endpoint_cached/<function>", "answers", "answers of a service that came from the cache, which are free"),
+    Metric("endpoint_failed/<function>", "requests", "requests to the service that got no usable answer", "0"),
+    Metric("endpoint_cached/<function>", "answers", "answers of a service that came from the cache, at no cost"),
     Metric("endpoint_no_verdict/<function>", "votes", "votes of a judge without a verdict after all attempts", "near 0"),
     Metric("endpoint_prompt_tokens/<function>", "tokens", "prompt tokens that the service counted"),
     Metric("endpoint_completion_tokens/<function>", "tokens", "completion tokens that the service counted"),
@@ -64,7 +64,7 @@ REWARDS = Part("train", "Rewards of the batch", "Computed by the coordinator whe
 COMPLETIONS = Part("train", "Completions of the batch", "Computed by the coordinator and the learner.", (
     Metric("completion_length", "tokens", "mean length of a completion", "a sudden fall or rise often precedes a collapse"),
     Metric("completion_length/min", "tokens", "shortest completion"),
-    Metric("completion_length/max", "tokens", "longest completion", "if it is `max_new_tokens`, completions were truncated"),
+    Metric("completion_length/max", "tokens", "longest completion", "below `max_new_tokens`; if equal, completions were truncated"),
     Metric("completion_length/p<percentile>", "tokens", "50th, 90th and 99th percentile of the lengths"),
     Metric("truncated_fraction", "share", "completions that were truncated at their token limit",
            "below 0.1; if more, raise `policy.generation.max_new_tokens` or see `grpo.overlong_filtering`"),
@@ -72,8 +72,8 @@ COMPLETIONS = Part("train", "Completions of the batch", "Computed by the coordin
     Metric("trained_tokens", "tokens", "completion tokens of the batch"),
     Metric("spot_check/groups", "groups", "groups whose log-probabilities the learner has compared (`logger.verify_share`) since "
            "the coordinator started", "absent if no group was sampled from the version that the step starts from"),
-    Metric("spot_check/largest_difference", "nats", "largest mean difference of a rollout worker: its log-probability minus the learner's, over "
-           "the tokens of its newest compared groups", "within ±0.003"),
+    Metric("spot_check/largest_difference", "nats", "largest mean difference of a rollout worker: log-probability of the worker minus that of the learner, over "
+           "the tokens of the worker's newest compared groups", "within ±0.003"),
     Metric("spot_check/named_workers", "workers", "rollout workers that a warning named because their mean difference is too large", "0"),
     Metric("age", "steps", "mean age of the tokens: the step minus the step of the version that sampled them",
            "at most `async_grpo.max_trajectory_age_steps`, except for late groups"),
@@ -83,7 +83,7 @@ COMPLETIONS = Part("train", "Completions of the batch", "Computed by the coordin
            "1; more if histories are rewritten or a turn cannot extend the tokens before it"),
     Metric("environment/mixed_version_fraction", "share", "episodes whose tokens are of several versions"),
 ))  # fmt: skip
-LOSS = Part("train", "Loss and policy", "Computed by the learner, as means over the tokens that train unless a row says otherwise.", (
+LOSS = Part("train", "Loss and policy", "Computed by the learner. Unless a row says otherwise, a value is a mean over the tokens that train.", (
     Metric("loss", "", "the objective, as a mean over the updates of the step", "near 0 for GRPO, where the value alone has no meaning"),
     Metric("advantage_max", "", "largest absolute advantage of a token, before it is clipped by `grpo.advantage_clip_low` and `advantage_clip_high`",
            "below 10 if advantages are divided by the standard deviation, else like the rewards; above 1000 the run warns"),
@@ -93,7 +93,7 @@ LOSS = Part("train", "Loss and policy", "Computed by the learner, as means over 
     Metric("skipped_updates", "updates", "updates that were skipped because loss or gradient was not finite", "absent"),
     Metric("entropy", "nats", "entropy of the policy's distribution of the next token", "falls slowly; near 0 exploration is over"),
     Metric("logprob", "nats", "log-probability of the tokens under the current policy"),
-    Metric("ratio_behaviour", "", "π/μ: probability under the current policy over that under the sampling policy", "0.99 to 1.01"),
+    Metric("ratio_behaviour", "", "π/μ: probability under the current policy, divided by the probability under the sampling policy", "0.99 to 1.01"),
     Metric("kl_behaviour", "nats", "estimate of KL(μ‖π) as ratio - 1 - log ratio", "below 0.01; more means old or wrongly scored tokens"),
     Metric("kl_reference", "nats", "KL to the reference policy, by `loss_fn.reference_policy_kl_type`", "below some 0.1 to 1 nat"),
     Metric("kl_teacher", "nats", "log π/π_teacher of the sampled tokens (distillation)", "falls"),
@@ -126,7 +126,7 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("sequences", "sequences", "sequences of the batch"),
     Metric("row_tokens", "tokens", "tokens in the packed micro-batches, prompts included"),
     Metric("micro_batches", "passes", "forward and backward passes of all ranks"),
-    Metric("unfilled_fraction", "share", "part of the token budget of all passes (`policy.train_mb_tokens` each, with the empty passes of ranks that have fewer micro-batches) that had no token",
+    Metric("unfilled_fraction", "share", "unused part of the token budget of all passes: each has `policy.train_mb_tokens`, also the empty passes of ranks with fewer micro-batches",
            "below 0.3; more means that ranks have unequal work, or that `policy.train_mb_tokens` is too large"),
     Metric("teraflop", "10¹² operations", "operations for training the batch, without recomputed ones and those of frozen models"),
     Metric("learner/teraflops", "10¹² operations/s", "`teraflop` divided by `step_s`, for each rank"),
@@ -141,7 +141,7 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("loss_scale", "", "scale of the loss after the step, with `policy.precision: float16`",
            "constant or growing; if it keeps falling, gradients are near float16's largest number"),
     Metric("step_s", "s", "time for the whole step"),
-    Metric("frozen_s", "s", "part of `step_s`: log-probabilities of frozen policies, and for advantages"),
+    Metric("frozen_s", "s", "part of `step_s`: log-probabilities of frozen policies, and the computation of advantages"),
     Metric("forward_s", "s", "part of `step_s`: forward passes"),
     Metric("backward_s", "s", "part of `step_s`: backward passes"),
     Metric("optimizer_s", "s", "part of `step_s`: the optimizer"),
@@ -157,22 +157,22 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
 ))  # fmt: skip
 POOLS = Part("train", "Pools", "Sums over the workers of a pool, from their last heartbeats.", (
     Metric("rollout/tokens_per_s", "tokens/s", "tokens generated per second"),
-    Metric("rollout/wait_fraction", "workers", "share of the time without a lease, added over the workers",
+    Metric("rollout/wait_fraction", "workers", "sum over the workers: share of a worker's time without a lease",
            "near 0; more means that generation waits for weights or for the learner"),
     Metric("rollout/running", "sequences", "sequences in the engines"),
-    Metric("rollout/occupied", "workers", "used share of the engines' capacity, added over the workers",
+    Metric("rollout/occupied", "workers", "sum over the workers: used share of the engine's capacity",
            "near the number of workers; less means that they have too little to do"),
     Metric("rollout/leases", "groups", "groups that the workers have leased"),
     Metric("rollout/unforeseen_errors", "errors", "unexpected errors of the processes since their start", "0"),
     Metric("reward_workers/groups_since_report", "groups", "groups scored since the heartbeat before"),
-    Metric("reward_workers/occupied", "workers", "share of the processes that have a task, added over the workers"),
+    Metric("reward_workers/occupied", "workers", "sum over the workers: share of a worker's processes that have a task"),
     Metric("reward_workers/unforeseen_errors", "errors", "unexpected errors of the processes since their start", "0"),
     Metric("environment_workers/turns_per_s", "turns/s", "turns of episodes sampled per second"),
     Metric("environment_workers/tokens_per_s", "tokens/s", "tokens of turns sampled per second"),
     Metric("environment_workers/running", "samples", "episodes of leased groups"),
-    Metric("environment_workers/occupied", "workers", "used share of the capacity for episodes, added over the workers"),
+    Metric("environment_workers/occupied", "workers", "sum over the workers: used share of a worker's capacity for episodes"),
     Metric("environment_workers/leases", "groups", "groups that the workers have leased"),
-    Metric("environment_workers/engines", "workers", "rollout workers from which an environment worker may request turns, added over the workers",
+    Metric("environment_workers/engines", "workers", "sum over the environment workers: rollout workers from which a worker may request turns",
            "not 0 while episodes run"),
     Metric("environment_workers/broken_turns", "turns", "turns whose answer was interrupted since the start of the processes; each was "
            "sampled again", "grows only when rollout workers die"),
@@ -186,13 +186,13 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, from their last
            "processes", "0"),
     Metric("environment_workers/replayed_lives", "lives", "attempts at an episode that continued from its turn log by repeating the recorded calls"),
     Metric("environment_workers/restored_lives", "lives", "attempts at an episode that continued from the saved state of its environment"),
-    Metric("environment_workers/restarted_lives", "lives", "attempts at an episode that could continue neither from a turn log nor from a saved state; its tokens are dropped as `restarted`"),
+    Metric("environment_workers/restarted_lives", "lives", "attempts at an episode that could continue neither from a turn log nor from a saved state; the episode's tokens are dropped as `restarted`"),
     Metric("environment_workers/unforeseen_errors", "errors", "unexpected errors of the processes since their start", "0"),
     Metric("<pool>/memory_gb", "GB", "memory of the host that the processes hold (`rollout`, `reward_workers`, "
            "`environment_workers`, `learner`, `coordinator`), without the processes of user code and of vLLM"),
     Metric("<pool>/gpu_memory_gb", "GB", "GPU memory that torch has reserved in the pool's processes", "absent without GPUs"),
-    Metric("<pool>/gpu_use", "GPUs", "share of the time in which a kernel ran, added over the GPUs of the pool's processes; a GPU "
-           "counts once for each process that uses it. This and the rows below need nvidia-ml-py", "near the number of GPUs; absent without GPUs"),
+    Metric("<pool>/gpu_use", "GPUs", "sum over the GPUs of the pool's processes: share of the time in which a kernel ran; a GPU "
+           "counts once for each process that uses it. This metric and the next ones of GPUs need nvidia-ml-py", "near the number of GPUs; absent without GPUs"),
     Metric("<pool>/gpu_memory_used_gb", "GB", "used memory of the GPUs of the pool's processes, whichever process uses it"),
     Metric("<pool>/gpu_power_w", "W", "power of the GPUs of the pool's processes"),
     Metric("<pool>/gpu_throttled", "GPUs", "GPUs of the pool's processes that are slowed by heat or supply (not by their power cap)", "0"),
@@ -203,7 +203,7 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, from their last
     Metric("coordinator/unforeseen_errors", "errors", "unexpected errors of the coordinator since its start", "0"),
 ))  # fmt: skip
 GROUPS = Part("train", "Groups", "Counts from the ledger after the step.", (
-    Metric("groups/<state>", "groups", "groups in this state: for an open state those now, for an ended state (trained, dropped) all since the start"),
+    Metric("groups/<state>", "groups", "groups in this state: for an open state the present groups, for an ended state (trained, dropped) all since the start"),
     Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `prompt_too_long`, `bad_prompt` (a "
            "prompt that the chat template refuses, or whose generation failed `max_generation_failures` times), "
            "`invalid_result`, `reward_failed`, `environment_failed`, `poison`, `damaged`, `by_request`, `run_ended`",
@@ -258,7 +258,7 @@ VERSIONS = Part("weights", "Weights by version", "One line for each published ve
     Metric("hop_s", "s", "part of `host_s` for which a host received bytes, without the waits for the host before it", "similar for all hosts"),
     Metric("slowest_hop", "", "position in the chain of the host with the longest `hop_s`"),
     Metric("host_bytes", "bytes", "bytes that all hosts received"),
-    Metric("hops_skipped", "hosts", "hosts that others skipped because they were dead, silent or sent wrong bytes", "0"),
+    Metric("hops_skipped", "hosts", "hosts that other hosts skipped, because the skipped hosts were dead or silent, or sent wrong bytes", "0"),
 ))  # fmt: skip
 STATE = Part("coordinator", "State of the coordinator", "Gauges only for a collector, updated every five seconds; no line of "
              "metrics.jsonl has them.", (
@@ -268,7 +268,7 @@ STATE = Part("coordinator", "State of the coordinator", "Gauges only for a colle
     Metric("suspected", "members", "members of the pool that are silent for half the heartbeat time-out", "0"),
     Metric("unable", "members", "members of the pool that cannot work on the active run; `paceline watch` shows the reason", "0"),
     Metric("runs", "runs", "runs of the ledger, by `state`", "`failed` and `paused` do not rise"),
-    Metric("step_age_s", "s", "time since the newest step of the run that trains, or since that run began; absent without such a run",
+    Metric("step_age_s", "s", "time since the newest step of the run that trains, or since the run began; absent if no run trains",
            "a small multiple of `step_s`"),
     Metric("paused_s", "s", "time since the active run was paused; absent if it is not paused", "absent"),
     Metric("disk_free_bytes", "bytes", "free bytes on the ledger's disk", "above `--min-free-mb` with room for the open groups"),

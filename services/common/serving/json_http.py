@@ -92,7 +92,7 @@ class JsonListener(HttpListener):
         """Return the JSON document in a request's body. Raises InvalidInput without one, Busy if too many are read."""
         # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
         if request.content_type != "application/json":
-            raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
+            raise InvalidInput(f"the content type is {request.content_type!r}, but must be 'application/json'")
         content = await super().body(request)
         try:
             return json.loads(content)

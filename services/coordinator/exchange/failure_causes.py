@@ -104,7 +104,7 @@ class DropsInARow:
 
     def explain_limit(self, in_a_row: int, last_reason: str, run_id: str) -> str:
         text = (
-            f"{in_a_row} groups in a row were dropped, the last as {last_reason!r}, without one that could be trained "
+            f"{in_a_row} groups in a row were dropped (the last as {last_reason!r}), and none could be trained "
             "(grpo.max_generation_batches)"
         )
         if self.reason == "no_variance" and self.number == in_a_row:

@@ -184,7 +184,7 @@ class Exchange(RunState):
             return
         self._unopened_warned_s = now_s
         self.warn(
-            f"{fault}. Groups wait for this segment, and it is tried again automatically; check its permissions and "
+            f"{fault}. Groups wait for this segment, and opening it is retried automatically; check its permissions and "
             "the limit of open files"
         )
 

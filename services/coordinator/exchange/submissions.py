@@ -376,7 +376,7 @@ def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
         return exchange.refuse(
             request,
             f"reason is {end.reason[:64]!r} with give_up {str(end.give_up).lower()}, but must be "
-            f"{' or '.join(REASONS)}, and {FAILED} with give_up",
+            f"{' or '.join(REASONS)}; with give_up it must be {FAILED}",
         )
     lives = episodes.lives(run.run_id, end.group_id, end.sample)
     if end.life < lives.current:
@@ -442,7 +442,7 @@ def _fault_of_order(turn: pb.EpisodeTurn, life: int, last: sqlite3.Row | None) -
 def _fault_of_row(run: ActiveRun, turn: UploadedTurn, num_rows: int, row_tokens: int) -> str:
     """Return why a turn cannot extend its row; empty if it can."""
     if turn.row_index > num_rows:
-        return f"row {turn.row_index} is neither one of the sample's {num_rows} rows nor the next"
+        return f"row {turn.row_index} is neither one of the sample's {num_rows} rows nor the next row"
     if turn.row_index == num_rows and not turn.num_context:
         return f"context_ids is empty, but the turn begins row {num_rows}, whose prompt must have at least one token"
     longest = run.spec.policy.max_total_sequence_length

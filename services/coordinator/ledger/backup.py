@@ -120,7 +120,7 @@ def encrypt_ledger(path: Path, old: StorageKey | None, new: StorageKey, say: Cal
 def _replace(path: Path, old: StorageKey | None, new: StorageKey) -> None:
     if database.is_backup(path, old):
         raise Conflict(
-            f"{path} is a backup that no coordinator has opened yet; start one with its key once, and stop it"
+            f"{path} is a backup that no coordinator has opened yet; start a coordinator with the backup's key once, and stop it"
         )
     try:
         with written_whole(path, durable=True) as partial:
@@ -136,7 +136,7 @@ def _export(path: Path, old: StorageKey | None, partial: Path, new: StorageKey) 
     with contextlib.closing(database.connect(path, old, busy_s=READERS_S)) as db:
         is_busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     if is_busy:
-        raise Conflict(f"another process reads the ledger {path}; stop it first")
+        raise Conflict(f"another process reads the ledger {path}; stop that process first")
     store = PayloadStore(path, old)
     with contextlib.closing(database.connect(partial, new, named=True)) as copy, contextlib.closing(store):
         _write_unsafely(copy)  # before the old file is attached, which must keep its settings

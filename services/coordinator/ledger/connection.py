@@ -340,7 +340,7 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
         ledger.close()
         beside.close()
         raise Conflict(
-            f"another coordinator has the ledger {path} open; stop it, or give this one another --directory"
+            f"another coordinator has the ledger {path} open; stop it, or give this coordinator another --directory"
         ) from None
     return [beside, ledger]
 

@@ -110,7 +110,7 @@ class Commands:
         if run is None or run.run_id != run_id or learner is None or not learner.connected:
             raise Conflict(
                 f"run {run_id} is {row['state']}, and no learner works on it that could write a checkpoint; "
-                "order one while the run trains"
+                "order a checkpoint while the run trains"
             )
         order = worker_pb2.CheckpointDirective(run_id=run_id)
         learner.direct(worker_pb2.ConnectResponse(checkpoint=order))
@@ -170,7 +170,7 @@ class Resumption:
             return []
         spec, _ = await asyncio.to_thread(spec_of_run, run_id, self._ledger.run(run_id)["spec_yaml"])
         if not before:
-            raise InvalidInput(f"run {run_id} was submitted without a bundle; resume it without one")
+            raise InvalidInput(f"run {run_id} was submitted without a bundle; resume it without a bundle")
         await asyncio.to_thread(self._bundles.check, spec, bundle)
         return await asyncio.to_thread(self._bundles.changes, spec, before, bundle)
 

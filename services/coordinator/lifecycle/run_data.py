@@ -155,8 +155,8 @@ class RunBundles:
         data = sorted(path for path, kind in changed.items() if kind == "data")
         if data and not spec.samples:
             raise InvalidInput(
-                f"{data[0]!r} has changed since the run was submitted; a run that trains on examples keeps them: submit "
-                "a new one"
+                f"{data[0]!r} has changed since the run was submitted; a run that trains on examples keeps its data: submit "
+                "a new run"
             )
         return sorted(changed)
 

@@ -108,7 +108,7 @@ def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> No
             is_builtin = ":" not in reward.function
             remedy = "correct the name in its kwargs" if is_builtin else "give the argument a default"
             raise DataError(
-                f"rewards.{index}: {reward.label!r} needs the column {missing[0]!r}, but those of {field} besides the prompt "
+                f"rewards.{index}: {reward.label!r} needs the column {missing[0]!r}, but the columns of {field} besides the prompt "
                 f"are: {', '.join(source.columns) or 'none'}; {remedy}, or add the column"
             )
 

@@ -49,11 +49,11 @@ def check_hello(hello: worker_pb2.Hello) -> None:
     if hello.protocol != PROTOCOL:
         older = "worker" if hello.protocol < PROTOCOL else "coordinator"
         raise OutdatedProtocol(
-            f"worker {hello.member_id} speaks protocol {hello.protocol}, the coordinator {PROTOCOL}: update the {older}"
+            f"worker {hello.member_id} speaks protocol {hello.protocol}, but the coordinator speaks {PROTOCOL}: update the {older}"
         )
     if hello.role not in ROLES:
         raise InvalidInput(
-            f"worker {hello.member_id} has the role {hello.role}, this coordinator supports "
+            f"worker {hello.member_id} has the role {hello.role}, but this coordinator supports "
             f"{', '.join(f'{role} ({common_pb2.Role.Name(role)})' for role in sorted(ROLES))}; "
             "update the coordinator if it is older than the worker"
         )
@@ -117,8 +117,8 @@ def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
         return
     if member.connected or member.is_heard:
         raise PlaceTaken(
-            f"the id {hello.member_id} belongs to another worker, and this one does not have its secret; it can have "
-            "the id when that worker has left or is silent for longer than the heartbeats' time-out"
+            f"the id {hello.member_id} belongs to another worker, and this worker does not have its secret; this worker can have "
+            "the id when the other has left or is silent for longer than the heartbeats' time-out"
         )
 
 
@@ -134,7 +134,7 @@ def check_certificate(context: Any) -> None:
         identity = identity_of_call(context)
         if identity is None:
             raise Conflict(
-                "a worker must connect with its certificate to the coordinator's --port; this port is for people, who have none"
+                "a worker must connect with its certificate to the coordinator's --port; this port is for people without a certificate"
             )
         if identity.role != WORKER:
             raise Conflict(

@@ -144,7 +144,7 @@ class Assignments:
             with self._ledger.transaction():
                 is_known = sessions.mark_damaged(self._ledger, report.run_id, report.checkpoint_path, report.error)
                 if is_known:
-                    message = f"session {report.session} could not begin: {report.error}; the next one begins from an older checkpoint"
+                    message = f"session {report.session} could not begin: {report.error}; the next session begins from an older checkpoint"
                     log.warning("run %s: %s", report.run_id, one_line(message))
                     self._ledger.add_event(report.run_id, "warning", {"message": message})
         if not is_known:
@@ -274,7 +274,7 @@ class Assignments:
         if scan.moved:
             message = (
                 f"checkpoints {', '.join(scan.moved)} are ahead of the ledger, which is at session {row['session']} and "
-                f"step {row['next_step']}: it may be a backup. They were moved to {scan.place}, and nothing loads them"
+                f"step {row['next_step']}: the ledger may be a backup. They were moved to {scan.place}, and nothing loads them"
             )
             log.warning("run %s: %s", run.run_id, message)
             async with self._lock:
@@ -295,8 +295,8 @@ class Assignments:
             return
         if self._num_later_sessions >= MAX_LATER_SESSIONS:
             log.warning(
-                "%s holds weights of session %d, which this ledger does not know; after %d such workers no further one "
-                "is believed. Restart the worker if it receives no weights",
+                "%s holds weights of session %d, which this ledger does not know; after %d such workers no other "
+                "worker is believed. Restart the worker if it receives no weights",
                 member.member_id,
                 session,
                 MAX_LATER_SESSIONS,

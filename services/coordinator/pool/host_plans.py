@@ -165,7 +165,7 @@ class HostPlans:
         speed = transfer.received_bytes / max(transfer.seconds - transfer.waited_s, 1e-9)
         return (
             f"the host of {member.member_id} receives weights at {speed / 1e6:.1f} MB/s, less than {SLOW_SHARE:.0%} of the "
-            "median; from now on it is last in the chain"
+            "median; from now on this host is last in the chain"
         )
 
     def _hops(self, members: Sequence[Member], version: worker_pb2.HostVersion) -> list[Hop]:

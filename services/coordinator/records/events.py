@@ -35,7 +35,7 @@ def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest, at_once: int = EV
     """Return a page of a run's metrics as points. Raises NotFound, InvalidInput."""
     run, kind = ledger.run(request.run_id), request.kind or KINDS[0]
     if kind not in KINDS:
-        raise InvalidInput(f"kind is {kind[:40]!r}, must be one of {', '.join(KINDS)}")
+        raise InvalidInput(f"kind is {kind[:40]!r}, but must be one of {', '.join(KINDS)}")
     if len(request.names) > MAX_PATTERNS:
         raise InvalidInput(f"names has {len(request.names)} entries, at most {MAX_PATTERNS} are allowed in one request")
     names = _names(ledger, request.run_id, kind)

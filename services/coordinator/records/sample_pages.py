@@ -125,7 +125,7 @@ def _is_evaluation(request: pb.ListSamplesRequest) -> bool:
 
 def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[str, str]:
     if request.state and request.state not in STATES:
-        raise InvalidInput(f"state is {request.state[:40]!r}, must be one of {', '.join(STATES)}")
+        raise InvalidInput(f"state is {request.state[:40]!r}, but must be one of {', '.join(STATES)}")
     if not _is_evaluation(request):
         return "train", request.state
     return f"eval:{_evaluation(ledger, request)['step']}", request.state or State.SCORED.value
@@ -140,8 +140,8 @@ def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
     )
     versions = ", ".join(str(version) for (version,) in kept[-MAX_VERSIONS:]) or "none"
     return NotFound(
-        f"the samples of version {_evaluation(ledger, request)['pinned_step']} were not kept (logger.keep_evaluations); those "
-        f"of {versions} were"
+        f"the samples of version {_evaluation(ledger, request)['pinned_step']} were not kept (logger.keep_evaluations); kept "
+        f"versions: {versions}"
     )
 
 

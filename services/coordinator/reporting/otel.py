@@ -137,12 +137,12 @@ class StateMeters:
 
 SECONDS = {
     "gather_s": "Time in which the learner's ranks gathered a bucket",
-    "wait_s": "Wait of the learner's next step for the copy of the weights",
+    "wait_s": "Time for which the learner's next step waited for the copy of the weights",
     "transfer_s": "Time in which the buckets were sent",
     "answer_s": "Time from the last bucket to the member's acknowledgement",
     "publish_s": "Time from the offer to the acknowledgement",
     "host_s": "Time until a host had verified all bytes",
-    "hop_s": "Time in which a host received, without its waits for the previous host",
+    "hop_s": "Time in which a host received bytes, without its waits for the previous host",
     "swap_s": "Time in which the engine swapped its weights",
     "pause_s": "Pause of the sampler",
 }

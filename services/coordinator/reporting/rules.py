@@ -101,7 +101,7 @@ def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
         return ""
     if spec.grpo.overlong_filtering and metrics.get("truncated_fraction") == 1.0:
         return (
-            "every completion was cut off at its token limit, and grpo.overlong_filtering trains none of those. Raise "
+            "every completion was cut off at its token limit, and grpo.overlong_filtering trains no such completion. Raise "
             "policy.generation.max_new_tokens"
         )
     if metrics.get("unscored_fraction") == 1.0:

@@ -192,8 +192,8 @@ def explain(facts: Facts) -> str:
     waited = f"{facts.waited_s:.0f} s"
     if not facts.learners:
         return (
-            f"no learner has worked on step {facts.step} for {waited}: none is connected. "
-            "Start one, or read the log of the last one"
+            f"no learner has worked on step {facts.step} for {waited}: no learner is connected. "
+            "Start a learner, or read the log of the last learner"
         )
     if not facts.is_requested:
         return (
@@ -222,19 +222,23 @@ def _why(facts: Facts) -> tuple[str, str]:
         )
     if scored >= facts.batch:
         return (
-            f"{scored} groups are scored, but the batch waits for {to_generate + to_score} older ones",
-            "The run continues after async_grpo.late_wait_s, or when the older ones are complete (order: in_order)",
+            f"{scored} groups are scored, but the batch waits for {to_generate + to_score} older groups",
+            "The run continues after async_grpo.late_wait_s, or when the older groups are complete (order: in_order)",
         )
     if to_score + scored < facts.batch and facts.environments == 0:
-        return (f"{held}, but none is connected", "Start environment workers, or read why the last one died in its log")
+        return (
+            f"{held}, but no environment worker is connected",
+            "Start environment workers, or read in the last worker's log why it died",
+        )
     if to_score + scored < facts.batch and facts.environments and not facts.ready_environments:
         return (
             f"{facts.environments} environment workers are connected, but none has set the run up",
             "Read their logs: the user's code may take long to load",
         )
     if to_score + scored < facts.batch and not facts.rollouts:
-        nobody = f"{held}, but none is connected" if facts.environments is None else "no rollout worker is connected"
-        return nobody, "Start rollout workers, or read why the last one died in its log"
+        nobody = "no rollout worker is connected"
+        missing = f"{held}, but {nobody}" if facts.environments is None else nobody
+        return missing, "Start rollout workers, or read in the last worker's log why it died"
     if to_score + scored < facts.batch and not facts.ready_rollouts:
         return (
             f"{facts.rollouts} rollout workers are connected, but none has set the run up",
@@ -252,7 +256,7 @@ def _why(facts: Facts) -> tuple[str, str]:
             )
         return (
             f"{held}, although {groups.get(State.ADMITTED, 0)} groups could be leased",
-            "The workers request none: read their logs, and check that their processes are not stopped",
+            "The workers request no leases: read their logs, and check that their processes are not stopped",
         )
     if to_score and not facts.rewards:
         return f"{to_score} groups are generated, but no reward worker is connected", "Start reward workers"

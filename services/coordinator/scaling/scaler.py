@@ -228,7 +228,7 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
     measured = {name: facts for name, facts in pools.items() if facts.state.is_known and facts.state.share}
     empty = [name for name, facts in pools.items() if facts.state.share and not facts.workers]
     if empty:
-        return f"no {empty[0]} worker takes work: start one, or read why the last one ended in its log"
+        return f"no {empty[0]} worker takes work: start a worker, or read the log of the last worker"
     if not measured:
         return "nothing is measured yet: no step was trained, or too few groups were completed"
     # The groups that a pool can complete, as a ratio to those that the learner demands of it.
@@ -242,13 +242,13 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
         return _of_pool(slowest, facts, supply[slowest], wait_fraction)
     text = (
         f"the learner limits the run: it waits {wait_fraction:.0%} of its time for its batch, and the pools could "
-        f"feed one that is {supply[slowest]:.1f} times as fast. "
+        f"feed a learner that is {supply[slowest]:.1f} times as fast. "
         "More or faster ranks shorten a step, more workers do not"
     )
     if wait_fraction > BALANCED:
         text = (
             f"the learner waits {wait_fraction:.0%} of its time, though the {slowest} pool could complete "
-            f"{supply[slowest]:.1f} times what it trains: single groups are late, or weights arrive late. A larger "
+            f"{supply[slowest]:.1f} times what the learner trains: single groups are late, or weights arrive late. A larger "
             "async_grpo.max_trajectory_age_steps lets generation run further ahead"
         )
     return text + _spare(measured)

@@ -336,8 +336,8 @@ class CheckpointUploads:
         queue.drop(surplus)
         if surplus and is_first_rank():
             self._warn(
-                f"checkpoints {', '.join(surplus)} were dropped before they reached {self._store}: the waiting ones need more "
-                f"than the {share >> 20} MB that a rank has in the spool ({SIZE_VARIABLE}); newer ones stay queued, and the run goes on"
+                f"checkpoints {', '.join(surplus)} were dropped before they reached {self._store}: the waiting checkpoints need more "
+                f"than the {share >> 20} MB that a rank has in the spool ({SIZE_VARIABLE}); newer checkpoints stay queued, and the run goes on"
             )
 
     def until_stored(self, ended: Callable[[], bool]) -> bool:

@@ -39,7 +39,7 @@ def test_nothing_is_promoted_past_its_gate_without_a_reason(place: Workplace) ->
     verdict = place.judged("verdict.json", worse, better)
     place.registered("--run", RUN_ID, "--evaluation", worse, "--verdict", verdict)
     place.registered()
-    for version, why in ((1, "its gate says: failed"), (2, "its gate says: no verdict")):
+    for version, why in ((1, "the gate says: failed"), (2, "the gate says: no verdict")):
         refused = place.run("models", "promote", f"sums:{version}")
         assert refused.exit_code == 1
         assert why in refused.output
@@ -71,7 +71,7 @@ def test_a_rollback_needs_an_earlier_version(place: Workplace) -> None:
     assert refused.exit_code == 1
     assert "no version had the alias 'champion' before sums:1" in refused.output
     refused = place.run("models", "rollback", "sums", "--alias", "canary", "--reason", "x")
-    assert "no version of sums has the alias 'canary'; its aliases are: champion" in refused.output
+    assert "no version of sums has the alias 'canary'; the aliases of the model are: champion" in refused.output
 
 
 def test_a_rolled_back_version_needs_a_reason_to_come_back(place: Workplace) -> None:
@@ -80,7 +80,7 @@ def test_a_rolled_back_version_needs_a_reason_to_come_back(place: Workplace) -> 
     for version in (1, 2):
         place.done("models", "promote", f"sums:{version}")
     place.done("models", "rollback", "sums", "--reason", "worse")
-    assert "it was rolled back" in place.run("models", "promote", "sums:2").output
+    assert "the version was rolled back" in place.run("models", "promote", "sums:2").output
     assert place.done("models", "promote", "sums:2", "--override", "fixed the prompt")["aliases"] == ["champion"]
 
 

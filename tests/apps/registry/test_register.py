@@ -140,7 +140,7 @@ def test_a_file_that_is_no_key_is_refused(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "stays"), [(Unavailable("the answer was lost"), True), (Conflict("the next one is 2"), False)]
+    ("error", "stays"), [(Unavailable("the answer was lost"), True), (Conflict("the next version is 2"), False)]
 )
 def test_the_files_stay_where_the_version_may_be_on_record(
     place: Workplace, monkeypatch: pytest.MonkeyPatch, error: PacelineError, stays: bool

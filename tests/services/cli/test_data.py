@@ -136,7 +136,7 @@ def test_samples_as_tokens_have_the_template_and_a_mask(tmp_path: Path) -> None:
     assert [trains for _, trains in masked["parts"]] == [False, True, False, True]
     assert second["trained_tokens"] < masked["trained_tokens"]
     result = paceline("data", "inspect", spec, *options)
-    assert f"  {first['tokens']:,} tokens, of which {first['trained_tokens']:,} train" in result.output
+    assert f"  {first['tokens']:,} tokens, of which {first['trained_tokens']:,} are trained" in result.output
 
 
 def test_a_mixture_shows_the_share_of_each_source(tmp_path: Path) -> None:
@@ -156,5 +156,5 @@ def test_a_text_that_the_tokenizer_does_not_keep_is_a_warning(tmp_path: Path) ->
     spec = spec_of(tmp_path, "sft", train="./train.jsonl")
     result = paceline("data", "inspect", spec, f"policy.model_name={tmp_path / 'model'}", "--tokens")
     assert result.exit_code == 0, result.output
-    assert "warning: row 1: the tokenizer does not preserve 'a  b': it becomes 'a b'" in result.output
+    assert "warning: row 1: the tokenizer does not preserve the text 'a  b': the text becomes 'a b'" in result.output
     assert "row 0" not in result.output

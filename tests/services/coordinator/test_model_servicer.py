@@ -122,8 +122,8 @@ async def test_what_cannot_be_recorded_is_refused_with_the_field(served: Served)
             models = client.models
             models.register(passed(1))
             for wrong, error, message in (
-                (model(3), Conflict, "the next one is 2"),
-                (model(1, statement_sha256="f" * 64), Conflict, "the next one is 2"),
+                (model(3), Conflict, "the next version is 2"),
+                (model(1, statement_sha256="f" * 64), Conflict, "the next version is 2"),
                 (model(2, path=""), InvalidInput, r"model\.path has 0 characters"),
                 (model(2, export_sha256="x"), InvalidInput, r"model\.export_sha256 is 'x'"),
                 (model(2, chain="x"), InvalidInput, "chain is 'x', but run_id is empty"),
@@ -132,7 +132,7 @@ async def test_what_cannot_be_recorded_is_refused_with_the_field(served: Served)
                 (
                     model(2, verdicts_json=["[]"]),
                     InvalidInput,
-                    r"verdicts_json\[0\] is '\[\]', must be an object",
+                    r"verdicts_json\[0\] is '\[\]', but must be an object",
                 ),
                 (model(2, evaluations_json=["{}"] * 65), InvalidInput, "more than 64"),
                 (model(1, name="../x"), InvalidInput, "'../x'"),

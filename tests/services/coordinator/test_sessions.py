@@ -83,7 +83,7 @@ async def test_the_next_older_one_is_taken_and_in_the_end_step_0(plane: Plane) -
     assert last.chain == ""
     warnings = [event["message"] for event in events(plane, run_id, "warning")]
     assert len(warnings) == STEPS
-    assert warnings[0] == "session 2 could not begin: it is damaged; the next one begins from an older checkpoint"
+    assert warnings[0] == "session 2 could not begin: it is damaged; the next session begins from an older checkpoint"
     assert events(plane, run_id, "session")[-1] == {
         "session": 5,
         "step": 0,

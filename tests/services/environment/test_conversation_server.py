@@ -228,7 +228,7 @@ async def test_the_end_of_a_session_ends_its_requests(server: ConversationServer
         await asyncio.wait_for(conversation.began.wait(), PATIENCE_S)
     with pytest.raises(openai.ConflictError, match="this episode is over"):
         await asking
-    with pytest.raises(openai.NotFoundError, match="no episode has this URL"):
+    with pytest.raises(openai.NotFoundError, match="no running episode has this URL"):
         await client.chat.completions.create(model="m", messages=MESSAGES)
     await client.close()
 

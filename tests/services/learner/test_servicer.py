@@ -64,7 +64,7 @@ def test_what_comes_too_late_is_refused() -> None:
 def test_orders_of_a_kind_are_bounded_until_they_are_taken() -> None:
     orders = Orders()
     exports = [orders.ask_export(ExportOrder(str(number), False)) for number in range(MAX_ORDERS)]
-    with pytest.raises(Busy, match="16 such orders wait for the current step to end; one is enough"):
+    with pytest.raises(Busy, match="16 orders wait already for the current step to end"):
         orders.ask_export(ExportOrder("one more", False))
     orders.ask_checkpoint()  # the other kind has a separate bound
     orders.take_exports()

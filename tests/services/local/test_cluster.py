@@ -386,7 +386,7 @@ def test_a_service_that_takes_long_to_end_is_named_with_the_time_it_has(
     cluster.stop()
     assert said == [
         "waiting for learner-0, 22 s at most (--grace 7 and 15 to leave): the learner ends its step and writes a checkpoint; "
-        "if it is killed before that, training continues from the previous checkpoint; Ctrl-C ends at once"
+        "if it is killed before that, training continues from the previous checkpoint; Ctrl-C ends the wait at once"
     ]
     assert not service.ends
 

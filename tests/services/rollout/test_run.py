@@ -115,7 +115,7 @@ async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(t
     ("reward", "remedy"),
     [
         ({"function": "think_answer_format"}, "think_in_prompt: true"),
-        ({"function": "format_regex", "kwargs": {"pattern": "<think>.*</think>.*"}}, "out of its pattern"),
+        ({"function": "format_regex", "kwargs": {"pattern": "<think>.*</think>.*"}}, "out of the pattern"),
         ({"function": "think_answer_format", "kwargs": {"think_in_prompt": True}}, None),
         ({"function": "format_regex", "kwargs": {"pattern": ".*</think>.*"}}, None),
     ],

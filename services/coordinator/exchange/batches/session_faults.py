@@ -126,7 +126,7 @@ def _possible_causes(
 
 def _explain(faults: list[SessionFault], group_ids: list[int]) -> str:
     last = faults[0]
-    text = f"{len(faults)} sessions of the learner in a row ended at step {last.step}, the last: {last.message}"
+    text = f"{len(faults)} sessions of the learner in a row ended at step {last.step}; the last error: {last.message}"
     if group_ids:
         shown = " ".join(map(str, group_ids[:MAX_SHOWN_GROUPS]))
         more = f" and {len(group_ids) - MAX_SHOWN_GROUPS} more" if len(group_ids) > MAX_SHOWN_GROUPS else ""

@@ -81,7 +81,7 @@ def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcom
     if request.term != exchange.ledger.term:
         return exchange.stale(
             request,
-            f"term {request.term} is not the coordinator's term {exchange.ledger.term}; it ended when the coordinator restarted",
+            f"term {request.term} is not the coordinator's term {exchange.ledger.term}; the request's term ended when the coordinator restarted",
         )
     standing = exchange.senders.standing(request.member_id, request.secret)
     if standing is Standing.STRANGER:

@@ -99,7 +99,7 @@ class PromptCheck:
             encoder.end()
             return ""
         if "refused" in answer:
-            return f"the prompt of group {group_id} cannot be encoded, so it can have no tokens: {answer['refused']}"
+            return f"the prompt of group {group_id} cannot be encoded, so the group can have no prompt tokens: {answer['refused']}"
         if answer["digest"] != prompt_digest(prompt_ids):
             return (
                 f"group {group_id} came with {len(prompt_ids)} prompt tokens that are not those of its lease's prompt, which "

@@ -33,7 +33,7 @@ async def test_three_sessions_that_end_at_a_step_pause_the_run_and_resume_tries_
     await plane.watch_until(run.run_id, "state", state="paused")
     paused = (await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run
     assert paused.state == run_pb2.RUN_STATE_PAUSED
-    assert f"3 sessions of the learner in a row ended at step 0, the last: {ERROR}" in paused.message
+    assert f"3 sessions of the learner in a row ended at step 0; the last error: {ERROR}" in paused.message
     resumed = await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run.run_id))
     assert resumed.run.state == run_pb2.RUN_STATE_RUNNING
     for number in (4, 5):  # the count begins anew

@@ -111,7 +111,7 @@ def test_columns_have_every_step(steps: RecordsReader) -> None:
         (
             pb.GetMetricsRequest(run_id="sums-1", kind="steps"),
             InvalidInput,
-            "kind is 'steps', must be one of",
+            "kind is 'steps', but must be one of",
         ),
         (
             pb.GetMetricsRequest(run_id="sums-1", names=["*"], page_token="1; DROP"),
@@ -198,7 +198,7 @@ def test_full_groups_are_whole(reader: RecordsReader) -> None:
         list(records(reader).groups(RUN_ID, 0, min_reward=9.0))
     with pytest.raises(NotFound, match="has no group 99"):
         reader.ListSamples(pb.ListSamplesRequest(run_id=RUN_ID, group_id=99))
-    with pytest.raises(InvalidInput, match="state is 'done', must be one of admitted"):
+    with pytest.raises(InvalidInput, match="state is 'done', but must be one of admitted"):
         reader.ListSamples(pb.ListSamplesRequest(run_id=RUN_ID, state="done"))
     with pytest.raises(NotFound, match="has no evaluation of version 3"):
         reader.ListSamples(pb.ListSamplesRequest(run_id=RUN_ID, evaluated_version=3))

@@ -38,17 +38,17 @@ def facts(**changes: Any) -> Facts:
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"rollouts": 0, "leases": 0, "holders": 0, "versions": ()}, "0 rollout workers hold leases, but none is connected"),
+    ({"rollouts": 0, "leases": 0, "holders": 0, "versions": ()}, "0 rollout workers hold leases, but no rollout worker is connected"),
     ({"ready_rollouts": 0, "leases": 0, "holders": 0}, "none has set the run up"),
     ({"leases": 0, "holders": 0, "versions": (3, 2)}, "version 3, and step 5 needs version 4"),
     ({"leases": 0, "holders": 0, "versions": ()}, "no worker has weights"),
     ({"leases": 0, "holders": 0}, "although 8 groups could be leased"),
     ({"rewards": 0, "groups": {"admitted": 8, "generated": 9}}, "9 groups are generated, but no reward worker"),
     ({"groups": {"generated": 9, "scored": 2}}, "9 groups are generated and not scored, reward workers hold 1"),
-    ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but the batch waits for 1 older ones"),
+    ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but the batch waits for 1 older groups"),
     ({"admission_closed": "3 MB are free"}, "admission is closed, 3 MB are free"),
     ({"unreadable_data": "row 3 has changed"}, "no prompt is admitted, row 3 has changed"),
-    ({"environments": 0, "leases": 0, "holders": 0}, "0 environment workers hold leases, but none is connected"),
+    ({"environments": 0, "leases": 0, "holders": 0}, "0 environment workers hold leases, but no environment worker is connected"),
     ({"environments": 2, "leases": 0, "holders": 0}, "2 environment workers are connected, but none has set the run up"),
     ({"environments": 2, "ready_environments": 2, "rollouts": 0}, "no rollout worker is connected"),
     ({"environments": 2, "ready_environments": 2}, "2 environment workers hold leases, 6 in all"),

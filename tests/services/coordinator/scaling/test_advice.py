@@ -53,4 +53,4 @@ def test_a_pool_without_workers_comes_before_every_figure() -> None:
 
 def test_the_gain_of_a_faster_learner_is_bounded_by_the_pools() -> None:
     text = advise({"rollout": pool(12, 0.5), "reward": pool(1, 5.0)}, wait_fraction=0.0)
-    assert "the pools could feed one that is 1.2 times as fast" in text
+    assert "the pools could feed a learner that is 1.2 times as fast" in text

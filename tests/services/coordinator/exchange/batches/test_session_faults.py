@@ -51,7 +51,7 @@ def test_three_sessions_that_report_the_same_at_a_step_pause_the_run(ready: Worl
         assert len(ready.kinds("warning")) == number + 1
     assert ready.row["state"] == "paused"
     assert ready.row["message"] == (
-        "3 sessions of the learner in a row ended at step 0, the last: IndexError: index 100000 is out of bounds. "
+        "3 sessions of the learner in a row ended at step 0; the last error: IndexError: index 100000 is out of bounds. "
         "The cause may be in groups 1: `paceline drop RUN GROUP...` drops groups from the batch. `paceline resume` tries the "
         "step again"
     )

@@ -87,7 +87,7 @@ def test_a_task_waits_and_the_run_is_told_once(world: World, segments: Segments)
     assert "failures:damaged" not in world.counters
     (warning,) = world.kinds("warning")
     assert "cannot be opened" in warning["message"]
-    assert "it is tried again automatically" in warning["message"]
+    assert "opening it is retried automatically" in warning["message"]
     segments.error = None
     (task,) = reward.tasks()
     assert reward.score(task) == COMMITTED
