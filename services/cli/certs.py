@@ -61,7 +61,7 @@ def issue_command(folder: Path, name: str, role: str, hosts: tuple[str, ...], da
 @folder_argument
 @click.argument("names", nargs=-1)
 @click.option(
-    "--days", type=POSITIVE, help="Validity of the new certificates. Default: the validity of the previous ones."
+    "--days", type=POSITIVE, help="Validity of new certificates. Default: the validity of the previous certificates."
 )
 def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> None:
     """Issue new certificates for NAMES, or for all that have less than a third of their validity left."""

@@ -46,7 +46,7 @@ SECTIONS: Sections = {
         watch="Follow a run until it ends.",
         cancel="End a run.",
         pause="Pause a run.",
-        resume="Continue a paused run, or queue a paused or failed one again.",
+        resume="Continue a paused run, or queue a failed run again.",
         drop="Drop groups from the batch that a paused run is to train next.",
         checkpoint="Write a checkpoint of the run that trains.",
         members="List the workers.",
@@ -112,7 +112,7 @@ console = functools.partial(end_with, main)
 SERVICES = {
     role: (f"paceline.services.{role.replace('-', '_')}.main:main", line)
     for role, line in {
-        "coordinator": "Runs, members, the exchange and the ledger; start this first.",
+        "coordinator": "Runs, members, the exchange and the ledger; start this service first.",
         "rollout": "A rollout worker: generates completions.",
         "reward": "A reward worker: scores completions.",
         "environment": "An environment worker: runs episodes of several turns.",

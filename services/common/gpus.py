@@ -158,7 +158,7 @@ def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
         return ""
     return (
         f"this {role} computes on CPUs although the host shows {_count(number)}, because torch cannot use any GPU; see "
-        "`paceline doctor`, or give --device cpu if that is intended"
+        "`paceline doctor`, or give --device cpu if CPUs are intended"
     )
 
 
@@ -170,7 +170,7 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
     if ranks > room:
         raise SpecError(
             f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs a GPU"
-            f"{' and the rollout workers another' if shares else ''}; lower the ranks, name GPUs in cluster.learner_gpus and "
+            f"{' and the rollout workers need another GPU' if shares else ''}; lower the ranks, name GPUs in cluster.learner_gpus and "
             "cluster.rollout_gpus, or set cluster.device to cpu"
         )
     learner = tuple(range(ranks))
@@ -192,7 +192,7 @@ def _sentence(cluster: ClusterSection, number: int, rollout: bool) -> str:
         parts.append(f"{idle} left idle")
     return (
         f"{_count(number)} on this host: {', '.join(parts)}; set cluster.learner_gpus and cluster.rollout_gpus to divide them "
-        "otherwise, or cluster.device=cpu to use none"
+        "otherwise, or cluster.device=cpu to use no GPU"
     )
 
 
@@ -216,7 +216,7 @@ def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
     if cluster.learner_gpus and len(cluster.learner_gpus) != cluster.learner_ranks:
         raise SpecError(
             f"cluster.learner_gpus has {len(cluster.learner_gpus)} GPUs for cluster.learner_ranks "
-            f"{cluster.learner_ranks}; each rank needs one"
+            f"{cluster.learner_ranks}; each rank needs a GPU"
         )
     return cluster.learner_gpus
 

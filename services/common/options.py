@@ -82,7 +82,7 @@ only_option = click.option(
     metavar="FUNCTION",
     callback=_built_in,
     help="Built-in reward function that this worker may run; may be given several times. Runs with any other function are not "
-    "scored. For a separate pool that runs code written by models: --only code_tests.",
+    "scored. Use --only code_tests for a separate pool that runs code written by models.",
 )
 store_option = click.option(
     "--store",

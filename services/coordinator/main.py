@@ -181,7 +181,7 @@ class CoordinatorService:
         token_file = token_path(self.directory / TOKEN_NAME)
         token = make_token(token_file)
         if token_file.stat().st_mode & 0o077:
-            log.warning("others on this host can read the token in %s; chmod 600 it", token_file)
+            log.warning("other users of this host can read the token in %s; chmod 600 it", token_file)
         table = self.directory / TOKENS_NAME
         return TokenCallers(lambda: token, token_file, table, note=audit.note_change)
 

@@ -68,7 +68,7 @@ def find(ledger: Ledger, reference: Reference) -> ModelVersion:
     version = version or ledger.models.newest(reference.name)
     found = ledger.models.get(reference.name, version)
     if found is None:
-        raise NotFound(f"no registered model {reference}; `paceline models list` shows the registered ones")
+        raise NotFound(f"no registered model {reference}; `paceline models list` shows the registered models")
     return found
 
 
@@ -83,11 +83,8 @@ def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, 
             return model
         passed = has_passed(model.verdicts) and model.stage != ROLLED_BACK
         if not passed and not override:
-            why = (
-                "the version was rolled back"
-                if model.stage == ROLLED_BACK
-                else f"the gate says: {outcome_of(model.verdicts)}"
-            )
+            gate = f"the gate says: {outcome_of(model.verdicts)}"
+            why = "the version was rolled back" if model.stage == ROLLED_BACK else gate
             raise Conflict(
                 f"{name}:{version} is not promoted, because {why}; promote a version that has passed, or give the reason to "
                 "promote this one (--override), which is recorded"

@@ -239,7 +239,7 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
             self._note_refusal(request, context, str(denied))
             return access_pb2.IdentifyResponse(refusal=str(denied))
         if caller is None:
-            self._note_refusal(request, context, "the token is none of this coordinator's")
+            self._note_refusal(request, context, "the token is not a token of this coordinator")
             return access_pb2.IdentifyResponse()
         return access_pb2.IdentifyResponse(name=caller.name, roles=sorted(caller.roles))
 

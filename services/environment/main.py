@@ -34,7 +34,7 @@ NAME = "paceline.v1.EnvironmentWorker"
     "--processes",
     default=0,
     show_default=True,
-    help="Processes for user code; 0: environment.processes of the run, or if that is 0 too, one for each core.",
+    help="Processes for user code; 0: environment.processes of the run, or one process for each core if the run has 0 too.",
 )
 @functions_from_option
 @user_code_options

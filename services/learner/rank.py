@@ -182,7 +182,7 @@ class LearnerRank:
 
     async def _end_without(self, reason: str) -> None:
         """End this process, because its main thread may be in a collective that another rank never enters."""
-        log.error("%s, and no collective can complete without it: this rank ends", reason)
+        log.error("%s, and no collective can complete without all ranks: this rank ends", reason)
         try:
             await self.membership.leave(reason=reason)
         finally:

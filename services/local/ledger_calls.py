@@ -85,5 +85,5 @@ class LedgerCalls:
 
 def _needs_coordinator(method: Called) -> Unavailable:
     return Unavailable(
-        f"{method.path} needs a coordinator, and this dashboard reads files; start it with --coordinator"
+        f"{method.path} needs a coordinator, and this dashboard reads files; start the dashboard with --coordinator"
     )

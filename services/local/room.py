@@ -124,6 +124,4 @@ def _remedy(path: Path) -> str:
     except OSError:
         return f", and no folder {str(path.parent)!r}; correct the path"
     close = nearest(path.name, siblings)
-    return (
-        f"; did you mean {close[0]!r}?" if close else "; correct the path (relative paths start at the spec's folder)"
-    )
+    return f"; did you mean {close[0]!r}?" if close else "; correct the path (paths are relative to the spec's folder)"

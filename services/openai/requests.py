@@ -132,7 +132,7 @@ class CompletionAsk(Ask):
         if self.echo and (self.stream or (self.n or 1) > 1):
             raise Unsupported("echo is possible only without stream and with n=1; remove echo, or stream and n", "echo")
         if self.best_of not in (None, self.n or 1):
-            raise Unsupported(f"best_of {self.best_of} must equal n {self.n or 1}; remove it", "best_of")
+            raise Unsupported(f"best_of {self.best_of} must equal n {self.n or 1}; remove best_of", "best_of")
         if not self.prompt or (not isinstance(self.prompt, str) and [] in self.prompt):
             raise Unsupported("prompt is empty; give at least one token", "prompt")
         return self
@@ -174,7 +174,7 @@ class ChatAsk(Ask):
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise Unsupported(
                     f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} differ; "
-                    "give one",
+                    "give only one of the two",
                     "max_completion_tokens",
                 )
             self.max_tokens = self.max_completion_tokens

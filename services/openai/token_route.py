@@ -45,7 +45,7 @@ class TokenAsk(Ask):
         rest = {name: value for name, value in body.items() if name != "sampling_params"}
         if both := sorted(rest.keys() & sampling.keys()):
             raise Unsupported(
-                f"{both[0]} is given outside sampling_params too; keep only the one in sampling_params", both[0]
+                f"{both[0]} is given outside sampling_params too; keep only the value in sampling_params", both[0]
             )
         return {**rest, **{name: value for name, value in sampling.items() if name not in NOT_IN_ANSWERS}}
 

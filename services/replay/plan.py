@@ -85,7 +85,7 @@ def read_part(ledger: Ledger, run_id: str, step: int, rank: int, world_size: int
     groups = []
     for row in split_batch(ledger.db, run_id, step, world_size)[rank]:
         payload = ledger.payload(run_id, row["group_id"])
-        assert payload is not None, "plan_replay has checked it"
+        assert payload is not None, "plan_replay has checked the arrays"
         rewards = np.frombuffer(row["rewards"], "<f4").tolist()
         reference_row = ledger.payload(run_id, row["group_id"], "reference")
         reference = None if reference_row is None else read_frame(reference_row.arrays)

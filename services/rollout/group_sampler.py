@@ -152,7 +152,7 @@ def warnings_of_opening(spec: RunSpec) -> list[str]:
         if reward.function == "think_answer_format" and not reward.kwargs.get("think_in_prompt")
     ]
     return [
-        f"prompts end with {THINK}, so completions have {END_THINK} alone, and reward {label!r} may give all of them 0; {remedy}"
+        f"prompts end with {THINK}, so completions have {END_THINK} alone, and reward {label!r} may give every completion 0; {remedy}"
         for label, remedy in remedies
     ]
 

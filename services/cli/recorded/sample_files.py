@@ -101,7 +101,7 @@ def export_samples(
                 number = _write_parquet(partial, tables, columns, groups.message_keys(), functions)
         if pairs and not number:
             raise NotFound(
-                f"no group of run {run_id} has a best completion of at least {pairs[0]:g} and a worst one of at most "
+                f"no group of run {run_id} has a best completion of at least {pairs[0]:g} and a worst completion of at most "
                 f"{pairs[1]:g}; see the rewards with `paceline samples {run_id} --best 5`"
             )
     return number

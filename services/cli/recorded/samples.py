@@ -23,7 +23,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 FILTERS = (
     click.option("--text", metavar="TEXT", help="Take only completions with TEXT in the completion or the prompt."),
     click.option("--group", "group_id", type=click.IntRange(min=0), help="Take only the group with this id."),
-    click.option("--state", help="Take the groups in this state, not those of batches: generated, scored, dropped …"),
+    click.option("--state", help="Take groups in this state: generated, scored, dropped … Default: groups of batches."),
     click.option(
         "--finish-reason", metavar="REASON", help="Take only completions that ended with this reason: stop, length …"
     ),
@@ -214,7 +214,7 @@ def export_all(
 @click.option(
     "--parquet",
     type=FILE,
-    help="Write the completions as a table to this Parquet file. Without --step, write those of all steps.",
+    help="Write a table of completions to this Parquet file. Without --step, the table has all steps.",
 )
 @click.option("--no-pager", is_flag=True, help="Print without a pager, also on a terminal.")
 @source_options

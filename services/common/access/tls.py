@@ -81,7 +81,7 @@ def _own(folder: TlsFolder) -> Material:
     material = folder.read()
     if not material.certificate:
         raise InvalidInput(
-            f"{folder.path} has no tls.crt and tls.key, but a service must present a certificate; `paceline certs issue` makes one"
+            f"{folder.path} has no tls.crt and tls.key, but a service must present a certificate; `paceline certs issue` makes both files"
         )
     return material
 

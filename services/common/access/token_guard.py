@@ -216,10 +216,10 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                 request = await anext(requests, None)
         except TimeoutError:
             raise Unavailable(
-                f"{method} takes one message, but none came within {self._message_s:g} s; call again"
+                f"{method} takes one message, but no message came within {self._message_s:g} s; call again"
             ) from None
         if request is None:
-            raise InvalidInput(f"{method} takes one message, but the call ended without one")
+            raise InvalidInput(f"{method} takes one message, but the call ended without a message")
         return request
 
     def _check_owner(self, caller: Caller, run_id: str) -> None:
@@ -293,7 +293,7 @@ def _log_refusal(call: Call) -> None:
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:
     if right is None:
         raise NotPermitted(f"nobody may call {method}: it has no row in services/common/access/rights.py")
-    check_roles(method, right.roles, caller, ". Use another token, or ask an operator for one")
+    check_roles(method, right.roles, caller, ". Use another token, or ask an operator for a token")
 
 
 def check_roles(what: str, allowed: frozenset[CallerRole], caller: Caller, remedy: str = "") -> None:

@@ -59,7 +59,7 @@ REWARDS = Part("train", "Rewards of the batch", "Computed by the coordinator whe
     Metric("endpoint_completion_tokens/<function>", "tokens", "completion tokens that the service counted"),
     Metric("endpoint_cost/<function>", "currency", "cost of the tokens since the step before, by `prompt_price` and `completion_price` of the endpoint"),
     Metric("logged/<name>", "its own", "mean of the values that reward functions logged by `log_metric(name, value)` and that "
-           "arrived since the step before", "absent if none arrived"),
+           "arrived since the step before", "absent if no value arrived"),
 ))  # fmt: skip
 COMPLETIONS = Part("train", "Completions of the batch", "Computed by the coordinator and the learner.", (
     Metric("completion_length", "tokens", "mean length of a completion", "a sudden fall or rise often precedes a collapse"),
@@ -86,7 +86,7 @@ COMPLETIONS = Part("train", "Completions of the batch", "Computed by the coordin
 LOSS = Part("train", "Loss and policy", "Computed by the learner. Unless a row says otherwise, a value is a mean over the tokens that train.", (
     Metric("loss", "", "the objective, as a mean over the updates of the step", "near 0 for GRPO, where the value alone has no meaning"),
     Metric("advantage_max", "", "largest absolute advantage of a token, before it is clipped by `grpo.advantage_clip_low` and `advantage_clip_high`",
-           "below 10 if advantages are divided by the standard deviation, else like the rewards; above 1000 the run warns"),
+           "below 10 if advantages are divided by the standard deviation, else as large as rewards; above 1000 the run warns"),
     Metric("grad_norm", "", "global norm of the gradient before clipping, as a mean over updates",
            "steady; if peaks exceed ten times the usual value, the learning rate is too high"),
     Metric("lr", "", "learning rate of the step"),
@@ -108,7 +108,7 @@ PREFERENCES = Part("train", "Preferences and demonstrations", "Runs on examples 
     Metric("sft_loss", "nats", "part of the loss that the likelihood of the chosen completion gives"),
     Metric("accuracy", "share", "pairs whose chosen completion has the higher reward (`kto`: completions on the correct side of max(0, `batch_kl`))",
            "rises from 0.5"),
-    Metric("margin", "reward", "reward of the chosen minus that of the rejected completion", "rises from 0"),
+    Metric("margin", "reward", "reward of the chosen completion minus reward of the rejected completion", "rises from 0"),
     Metric("chosen_reward", "reward", "mean implicit reward of chosen or desirable completions"),
     Metric("rejected_reward", "reward", "mean implicit reward of rejected or undesirable completions", "below `chosen_reward`"),
     Metric("batch_kl", "nats", "KL to the reference, measured on mismatched completions (`kto`)"),
@@ -128,13 +128,13 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("micro_batches", "passes", "forward and backward passes of all ranks"),
     Metric("unfilled_fraction", "share", "unused part of the token budget of all passes: each has `policy.train_mb_tokens`, also the empty passes of ranks with fewer micro-batches",
            "below 0.3; more means that ranks have unequal work, or that `policy.train_mb_tokens` is too large"),
-    Metric("teraflop", "10¹² operations", "operations for training the batch, without recomputed ones and those of frozen models"),
+    Metric("teraflop", "10¹² operations", "operations for training the batch, without recomputed operations and those of frozen models"),
     Metric("learner/teraflops", "10¹² operations/s", "`teraflop` divided by `step_s`, for each rank"),
     Metric("learner/mfu", "share", "`learner/teraflops` divided by the GPU's peak in bfloat16 (model FLOPs utilisation)",
            "0.3 to 0.5 for large models; absent on CPUs and unknown GPUs"),
     Metric("learner/peak_gpu_memory_gb", "GB", "largest memory so far of rank 0's tensors on its GPU",
-           "`paceline plan` predicts it; absent without GPUs"),
-    Metric("learner/collectives_s", "s", "time in the step during which collectives of rank 0 ran; overlapping ones count once",
+           "as `paceline plan` predicts; absent without GPUs"),
+    Metric("learner/collectives_s", "s", "time in the step during which collectives of rank 0 ran; overlapping times count once",
            "absent unless `logger.profile_period` names the step"),
     Metric("learner/exposed_collectives_s", "s", "time in collectives during which rank 0's GPU computed nothing else",
            "below a tenth of `step_s`; absent on CPUs"),
@@ -155,13 +155,13 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("learner/spool_bytes", "bytes", "size of the queued checkpoints' files, all ranks together", "below `PACELINE_SPOOL_MB`"),
     Metric("learner/unforeseen_errors", "errors", "unexpected errors of the learner's process since its start", "0"),
 ))  # fmt: skip
-POOLS = Part("train", "Pools", "Sums over the workers of a pool, from their last heartbeats.", (
+POOLS = Part("train", "Pools", "Sums over the workers of a pool, from each worker's last heartbeat.", (
     Metric("rollout/tokens_per_s", "tokens/s", "tokens generated per second"),
     Metric("rollout/wait_fraction", "workers", "sum over the workers: share of a worker's time without a lease",
            "near 0; more means that generation waits for weights or for the learner"),
     Metric("rollout/running", "sequences", "sequences in the engines"),
     Metric("rollout/occupied", "workers", "sum over the workers: used share of the engine's capacity",
-           "near the number of workers; less means that they have too little to do"),
+           "near the number of workers; less means that the workers have too little to do"),
     Metric("rollout/leases", "groups", "groups that the workers have leased"),
     Metric("rollout/unforeseen_errors", "errors", "unexpected errors of the processes since their start", "0"),
     Metric("reward_workers/groups_since_report", "groups", "groups scored since the heartbeat before"),
@@ -192,7 +192,7 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, from their last
            "`environment_workers`, `learner`, `coordinator`), without the processes of user code and of vLLM"),
     Metric("<pool>/gpu_memory_gb", "GB", "GPU memory that torch has reserved in the pool's processes", "absent without GPUs"),
     Metric("<pool>/gpu_use", "GPUs", "sum over the GPUs of the pool's processes: share of the time in which a kernel ran; a GPU "
-           "counts once for each process that uses it. This metric and the next ones of GPUs need nvidia-ml-py", "near the number of GPUs; absent without GPUs"),
+           "counts once for each process that uses it. This and the next metrics of GPUs need nvidia-ml-py", "near the number of GPUs; absent without GPUs"),
     Metric("<pool>/gpu_memory_used_gb", "GB", "used memory of the GPUs of the pool's processes, whichever process uses it"),
     Metric("<pool>/gpu_power_w", "W", "power of the GPUs of the pool's processes"),
     Metric("<pool>/gpu_throttled", "GPUs", "GPUs of the pool's processes that are slowed by heat or supply (not by their power cap)", "0"),
@@ -255,7 +255,7 @@ VERSIONS = Part("weights", "Weights by version", "One line for each published ve
     Metric("size_bytes", "bytes", "bytes sent to one member"),
     Metric("hosts", "hosts", "hosts whose relays received the version"),
     Metric("host_s", "s", "time from the plan to the last verified byte of a host"),
-    Metric("hop_s", "s", "part of `host_s` for which a host received bytes, without the waits for the host before it", "similar for all hosts"),
+    Metric("hop_s", "s", "part of `host_s` for which a host received bytes, without the waits for the previous host", "similar for all hosts"),
     Metric("slowest_hop", "", "position in the chain of the host with the longest `hop_s`"),
     Metric("host_bytes", "bytes", "bytes that all hosts received"),
     Metric("hops_skipped", "hosts", "hosts that other hosts skipped, because the skipped hosts were dead or silent, or sent wrong bytes", "0"),

@@ -163,7 +163,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             )
         if self._under_way[key] >= limit.under_way:
             return (
-                f"{who} has {limit.under_way} calls of {method} in progress, the maximum; end one, or try again later",
+                f"{who} has {limit.under_way} calls of {method} in progress, the maximum; end a call, or try again later",
                 USUAL_S,
             )
         if wait_s := self._rates.wait_s(key, limit):

@@ -37,7 +37,7 @@ def advertised_host(host: str, advertise_host: str, coordinator: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidInput(
-            f"--host {host!r} listens on every address, and the address for others could not be found from the route "
+            f"--host {host!r} listens on every address, and the address for other hosts could not be found from the route "
             f"to the coordinator {coordinator!r} ({error}); give --advertise-host"
         ) from None
 

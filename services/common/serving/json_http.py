@@ -60,7 +60,7 @@ class HttpGuard:
             if not header.startswith(SCHEME) or len(header) > MAX_TOKEN:
                 raise AccessDenied(
                     "this port requires a token, as the header `Authorization: Bearer TOKEN` (the api_key of a client of the "
-                    "OpenAI API); an operator makes one with `paceline token create`"
+                    "OpenAI API); an operator makes a token with `paceline token create`"
                 )
             caller = await self._callers.caller(header.removeprefix(SCHEME).strip())
             check_roles(request.path[:80], self._roles, caller)

@@ -262,7 +262,7 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
     numbers = [turn["turn"] for turn in turns]
     report.compare(subject, "the sample's turns are {}, expected {}", numbers, list(range(len(turns))))
     if any(turn["last"] for turn in turns[:-1]):
-        report.problem(subject, "turns follow the one that is marked as the last")
+        report.problem(subject, "turns follow the turn that is marked as the last")
     num_rows = 0
     for turn in turns:
         if turn["row_index"] > num_rows:

@@ -106,7 +106,7 @@ def _groups(of_run: RunRows, report: VerifyReport) -> None:
     report.compare("groups", "{} prompts were drawn, but {} groups were admitted", of_run.run["cursor"], admitted)
     missing = sorted(set(range(admitted)) - {g["group_id"] for g in groups})
     if missing:
-        report.problem("groups", f"groups {missing[:5]} of the {admitted} admitted ones are missing")
+        report.problem("groups", f"groups {missing[:5]} of the {admitted} admitted groups are missing")
     states = Counter(str(g["state"]) for g in groups)
     report.compare(
         "groups", "{} groups are trained, but {} were counted", states["trained"], counters.get("groups:trained", 0)

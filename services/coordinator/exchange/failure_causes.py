@@ -120,7 +120,7 @@ class DropsInARow:
         if self.highest <= 0:
             return (
                 f"no completion of {number} scored above 0, and no reward function failed; an untrained model may solve none "
-                "of the prompts: use easier ones, a stronger model, or a reward with parts that are easier to get"
+                "of the prompts: use easier prompts, a stronger model, or a reward with parts that are easier to get"
             )
         if self.lowest == self.highest:
             return (

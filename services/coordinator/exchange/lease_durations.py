@@ -97,8 +97,8 @@ class LeaseDurations:
         limit_s = max(LIMIT_S, LIMIT_MULTIPLE * median_s)
         if waited_s <= limit_s:
             return ""
-        pace = f"others need {median_s:.0f} s from lease to result" if enough_results else "others have nothing to do"
-        return f"the worker has submitted nothing for {waited_s:.0f} s, and {pace} (the limit is {limit_s:.0f} s)"
+        pace = f"need {median_s:.0f} s from lease to result" if enough_results else "have nothing to do"
+        return f"the worker has submitted nothing for {waited_s:.0f} s, and other workers {pace} (the limit is {limit_s:.0f} s)"
 
 
 class Throughput:

@@ -92,7 +92,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
-        return exchange.stale(request, f"group {score.group_id} holds another text than the one that was scored")
+        return exchange.stale(request, f"group {score.group_id} holds another text than the scored text")
     if (score.handed_back or score.error) and not holds:
         return exchange.stale(request, f"attempt {score.attempt} does not hold the task of group {score.group_id}")
     if score.handed_back:
@@ -193,7 +193,7 @@ def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, 
     if score.error and (failures := exchange.count_failure(run, "unavailable")):
         exchange.warn(
             f"group {score.group_id} could not be scored and is tried again ({failures} such failures "
-            f"in this run; they drop no group): {cut(score.error)}"
+            f"in this run, which drop no group): {cut(score.error)}"
         )
     return exchange.committed(request)
 

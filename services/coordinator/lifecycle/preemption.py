@@ -141,12 +141,12 @@ class Preemption:
 
     async def _yield(self, run: ActiveRun, first: sqlite3.Row) -> None:
         self._exchange.yields_to = first["run_id"]
-        text = (
-            f"run {first['run_id']} goes first, because this run is paused: this run writes a checkpoint, and `paceline "
-            "resume` queues it again"
-            if self._is_held(run)
-            else f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
-            f"{self._ledger.priority(run.run_id)}, writes a checkpoint and continues later"
+        later = "`paceline resume` queues this run again" if self._is_held(run) else "this run continues later"
+        await self._context.watchers.warn(
+            [
+                f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
+                f"{self._ledger.priority(run.run_id)}, writes a checkpoint, and {later}"
+            ]
         )
         await self._context.watchers.warn([text])
 
@@ -158,9 +158,7 @@ class Preemption:
         is_withheld = self._exchange.withheld(run)
         limit_s = PAUSED_WAIT_S if is_withheld else CHECKPOINT_WAIT_S
         if now_s - self._began_s >= limit_s:
-            log.warning(
-                "run %s has no checkpoint after %.0f s; it will continue from an older one", run.run_id, limit_s
-            )
+            log.warning("run %s has no checkpoint after %.0f s; an older checkpoint will be used", run.run_id, limit_s)
             return True
         if row["next_batch"] > row["next_step"] and not is_withheld:
             return False

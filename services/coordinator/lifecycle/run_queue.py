@@ -127,7 +127,7 @@ class RunQueue:
         queue = self._ledger.queue()
         if len(queue) >= MAX_QUEUED:
             raise Busy(
-                f"{len(queue)} runs are in the queue, the most that it takes; cancel some, or submit again later",
+                f"{len(queue)} runs are in the queue, the most that it takes; cancel some runs, or submit again later",
                 QUEUE_AGAIN_S,
             )
         if caller is None or caller.steers_all or len(queue) < MAX_QUEUED_OF_ONE:
@@ -135,7 +135,7 @@ class RunQueue:
         number = sum(self._ledger.submitter(row["run_id"]) == caller.name for row in queue)
         if number >= MAX_QUEUED_OF_ONE:
             raise Busy(
-                f"{number} runs of {caller.name} are in the queue, the most for one submitter; cancel some, or submit again "
+                f"{number} runs of {caller.name} are in the queue, the most for one submitter; cancel some runs, or submit again "
                 "later",
                 QUEUE_AGAIN_S,
             )
@@ -278,7 +278,7 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
     state = f"the run is {row['state']} at step {row['next_step']} of {row['max_num_steps']}"
     what = f"has no export {name!r}" if name else "has exported no model"
     missing = (
-        f"{field} {value!r}: run {run_id} {what} ({state}); `paceline export {run_id}` writes one from its newest checkpoint. "
+        f"{field} {value!r}: run {run_id} {what} ({state}); `paceline export {run_id}` writes a model from its newest checkpoint. "
         f"{_with_exports(ledger)}"
     )
     exports = f"{ledger.run_store(run_id)}/{EXPORTS}"

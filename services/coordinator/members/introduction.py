@@ -94,7 +94,7 @@ def check_key(hello: worker_pb2.Hello, owner: str | None, *, encrypted: bool) ->
             f"worker {hello.member_id} names no key for the exchange, which is encrypted; start it with --tls-dir, or update it"
         )
     if owner not in (None, hello.member_id):
-        raise Conflict(f"the exchange_key of worker {hello.member_id} is that of another member")
+        raise Conflict(f"the exchange_key of worker {hello.member_id} is the key of another member")
 
 
 def checked_host(host: worker_pb2.HostAgent) -> worker_pb2.HostAgent | None:
@@ -110,7 +110,7 @@ def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
         return
     if member.role != hello.role:
         raise PlaceTaken(
-            f"the id {hello.member_id} belongs to a {member.role_name} worker; start this one under another --name"
+            f"the id {hello.member_id} belongs to a {member.role_name} worker; start this worker under another --name"
         )
     secrets_shown = [secret for secret in (member.secret, member.shown_secret) if secret]
     if any(hmac.compare_digest(hello.secret, secret) for secret in secrets_shown):

@@ -107,7 +107,7 @@ class Reports:
         """Handle one report, if this member may make it. Raises InvalidInput for a second Hello."""
         kind = request.WhichOneof("report")
         if kind == "hello":
-            raise InvalidInput("hello must be the first message of a stream, and only that one; open a new stream")
+            raise InvalidInput("only the first message of a stream must be hello; open a new stream")
         for name in TEXTS.get(kind or "", ()):
             report = getattr(request, kind or "")
             setattr(report, name, cut(getattr(report, name)))
@@ -259,14 +259,12 @@ class Reports:
     def _refusal(self, member: Member, request: worker_pb2.ConnectRequest) -> str:
         kind = request.WhichOneof("report")
         if kind is None:
-            return (
-                "this coordinator does not support such a report; update the coordinator if it is older than the worker"
-            )
+            return "the coordinator does not support this kind of report; update it if it is older than the worker"
         if kind in FREE:
             return ""
         run, report = self._exchange.active, getattr(request, kind)
         if run is None or report.run_id != run.run_id:
-            return f"run {report.run_id[:80]!r} is not the current one"
+            return f"run {report.run_id[:80]!r} is not the current run"
         session = int(self._ledger.run(run.run_id)["session"])
         match kind:
             case "weight_offer" | "staged" | "publish":

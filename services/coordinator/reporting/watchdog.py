@@ -232,7 +232,7 @@ def _why(facts: Facts) -> tuple[str, str]:
         )
     if to_score + scored < facts.batch and facts.environments and not facts.ready_environments:
         return (
-            f"{facts.environments} environment workers are connected, but none has set the run up",
+            f"{facts.environments} environment workers are connected, but no worker has set the run up",
             "Read their logs: the user's code may take long to load",
         )
     if to_score + scored < facts.batch and not facts.rollouts:
@@ -241,7 +241,7 @@ def _why(facts: Facts) -> tuple[str, str]:
         return missing, "Start rollout workers, or read in the last worker's log why it died"
     if to_score + scored < facts.batch and not facts.ready_rollouts:
         return (
-            f"{facts.rollouts} rollout workers are connected, but none has set the run up",
+            f"{facts.rollouts} rollout workers are connected, but no worker has set the run up",
             "Read their logs: a model takes long to load, or cannot be loaded",
         )
     if to_score + scored < facts.batch and not facts.leases:
@@ -262,7 +262,7 @@ def _why(facts: Facts) -> tuple[str, str]:
         return f"{to_score} groups are generated, but no reward worker is connected", "Start reward workers"
     if to_score and to_score + scored >= facts.batch:
         return (
-            f"{to_score} groups are generated and not scored, reward workers hold {facts.tasks} of them",
+            f"{to_score} groups are generated and not scored, and reward workers hold {facts.tasks} of them",
             "Scoring is the bottleneck: add reward workers, or check the time-outs of the reward functions",
         )
     return (

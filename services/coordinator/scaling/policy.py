@@ -232,7 +232,7 @@ def read_pools(texts: Iterable[str]) -> tuple[PoolConfig, ...]:
     for pool in map(read_pool, texts):
         for other in pools:
             if pool.name == other.name:
-                raise InvalidInput(f"two pools have the name {pool.name!r}; give one another name")
+                raise InvalidInput(f"two pools have the name {pool.name!r}; rename one of them")
             overlaps = pool.members.startswith(other.members) or other.members.startswith(pool.members)
             if pool.role == other.role and overlaps:
                 raise InvalidInput(

@@ -49,7 +49,7 @@ class NodeLauncher:
         with at_signals(self._stop):
             while True:
                 log.info(
-                    "node %d of %d waits for the others at %s",
+                    "node %d of %d waits for the other nodes at %s",
                     *(self._settings.node_rank, self._settings.most, self._settings.rendezvous),
                 )
                 part = self._rendezvous.meet(self._stopping.is_set)
@@ -230,7 +230,7 @@ class Rendezvous:
                 "--rendezvous, or wait longer with --node-wait"
             )
         return (
-            f"the rendezvous {settings.rendezvous} has {present} of {expected} nodes after {self._wait_s:g} s; start the others with "
+            f"the rendezvous {settings.rendezvous} has {present} of {expected} nodes after {self._wait_s:g} s; start the other nodes with "
             "the same --nodes and --rendezvous, or wait longer with --node-wait"
         )
 

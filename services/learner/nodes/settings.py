@@ -68,10 +68,10 @@ def node_settings(
             f"--node-rank is missing: the position of this host among the {most} nodes, from 0 to {most - 1}"
         )
     if not rank.isdecimal() or int(rank) >= most:
-        raise InvalidInput(f"--node-rank {rank} is none of the {most} nodes: they count from 0 to {most - 1}")
+        raise InvalidInput(f"--node-rank {rank} is none of the {most} nodes: nodes count from 0 to {most - 1}")
     if variables.source.startswith("SLURM_") and environment.get("SLURM_LOCALID", "0") != "0":
         raise InvalidInput(
-            "srun has started several tasks on this host: start one for each, with --ntasks-per-node=1, and give --ranks"
+            "srun has started several tasks on this host: start one task for each host, with --ntasks-per-node=1, and give --ranks"
         )
     if not rendezvous and not variables.host:
         raise InvalidInput("--rendezvous is missing: HOST:PORT of node 0, the same on every node")

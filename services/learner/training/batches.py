@@ -109,7 +109,7 @@ class BatchClient:
             except WireError as error:
                 if not attempts_left:
                     raise
-                log.error("%s; fetching it again", error)
+                log.error("%s; fetching the batch again", error)
         return None
 
     def send_receipt(

@@ -125,7 +125,7 @@ class SessionCheckpoints:
             raise NotShared(
                 f"checkpoint_dir must be seen by all ranks: rank {', '.join(map(str, missing))} of the learner does not see "
                 f"what rank 0 writes to {self._directory}. Start the coordinator with --store and a URL or a folder that all "
-                "hosts of the learner share, or set checkpointing.checkpoint_dir to such a place"
+                "hosts of the learner share, or set checkpointing.checkpoint_dir to a place that they share"
             )
 
     def _sees(self, name: str) -> bool:
@@ -286,7 +286,7 @@ class SessionCheckpoints:
         try:
             checkpoints.prune(self._directory, kept, spared=self._ahead)
         except Exception as error:  # of the object store's client
-            log.warning("old checkpoints could not be deleted: %s; the next checkpoint retries it", error)
+            log.warning("old checkpoints could not be deleted: %s; the next checkpoint retries the deletion", error)
 
 
 STORE_POLL_S = 0.5

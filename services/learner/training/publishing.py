@@ -159,7 +159,7 @@ class _WeightChannelFactory:
             return self._by_host(hosts, model)
         if self._rank.rank == 0:
             text = (
-                "a host of the learner has no relay for weights (see its log); every worker reads them from "
+                "a host of the learner has no relay for weights (see its log); every worker reads weights from "
                 f"{self._store.url}, as with weights.channel: delta"
             )
             if self._store.is_local and not is_loopback(self._rank.weights_host):

@@ -151,7 +151,7 @@ def prepare_chat(
         calls = "none"
     elif calls == "none" and call_format == "auto":
         raise Unsupported(
-            "tools are given, but the chat template of this model writes calls in an unknown form, so none could "
+            "tools are given, but the chat template of this model writes calls in an unknown form, so no call could "
             "be read from its answers (known: <tool_call> marks, and a call as the whole text); set environment.tool_parser",
             "tools",
         )
@@ -178,7 +178,7 @@ def _begun_call(choice: ToolChoice, tools: Sequence[Json], written: AnswerFormat
     if not written.opening:
         raise Unsupported(
             f"tool_choice is {choice.kind!r}, but the chat template of this model writes calls in an unknown form, "
-            "so none can be begun; use 'auto'",
+            "so no call can be begun; use 'auto'",
             "tool_choice",
         )
     name = choice.name or (tools[0]["function"]["name"] if len(tools) == 1 else "")

@@ -56,7 +56,7 @@ class Gate:
         """Reserve room for a request's sequences in the queue. Raises Busy if there is no room."""
         if self._taken + num_sequences > self.capacity:
             raise Busy(
-                f"{self._taken} sequences run or wait, at most {self.capacity} may; this request has "
+                f"{self._taken} sequences run or wait, but at most {self.capacity} may; this request has "
                 f"{num_sequences}. Try again later, or try another worker"
             )
         self._taken += num_sequences
@@ -150,7 +150,7 @@ class Endpoint:
     async def _feedback(self, request: web.Request) -> web.StreamResponse:
         if self._recorder is None:
             raise InvalidInput(
-                "this endpoint records no requests, so it takes no feedback; `paceline serve model --traces FOLDER` does"
+                "this endpoint records no requests, so it takes no feedback; `paceline serve model --traces FOLDER` records and takes both"
             )
         feedback = read_ask(FeedbackAsk, await self._listener.body(request))
         return web.json_response(await self._recorder.rate(feedback))
@@ -181,7 +181,7 @@ class Endpoint:
     def _served(self) -> Served:
         served = self._source()
         if served is None:
-            raise Unavailable("this worker has no run now; try again when one has started")
+            raise Unavailable("this worker has no run now; try again when a run has started")
         return served
 
     def gate_of(self, served: Served) -> Gate:

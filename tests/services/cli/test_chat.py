@@ -59,5 +59,5 @@ def test_what_cannot_be_talked_to_is_told(folder: Path, tmp_path: Path) -> None:
     spec = chat.spec_of_model(str(folder), tmp_path)
     with pytest.raises(InvalidInput, match=r"--temperature is 0, but must be above 0"):
         chat.changed(spec, 0.0, None)
-    with pytest.raises(InvalidInput, match=r"--max-new-tokens is 100000, must be from 1"):
+    with pytest.raises(InvalidInput, match=r"--max-new-tokens is 100000, but must be from 1"):
         chat.changed(spec, None, 100_000)

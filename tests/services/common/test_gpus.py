@@ -74,7 +74,7 @@ def test_the_division_is_said(tmp_path: Path) -> None:
     _, sentence = divide(ClusterSection(), 1)
     assert sentence == (
         "1 GPU on this host: learner GPU 0 (one for each rank), rollout GPU 0 (1 workers); set cluster.learner_gpus and "
-        "cluster.rollout_gpus to divide them otherwise, or cluster.device=cpu to use none"
+        "cluster.rollout_gpus to divide them otherwise, or cluster.device=cpu to use no GPU"
     )
     assert "rollout GPU 4 to 6 (3 workers), 1 left idle;" in divide(ClusterSection(rollout_workers=3), 8)[1]
 
@@ -115,7 +115,7 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
     assert unused_gpus("learner", []) == ""
     assert unused_gpus("learner", ["0", "1"]) == (
         "this learner computes on CPUs although the host shows 2 GPUs, because torch cannot use any GPU; see "
-        "`paceline doctor`, or give --device cpu if that is intended"
+        "`paceline doctor`, or give --device cpu if CPUs are intended"
     )
 
 
@@ -127,7 +127,7 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
             {"learner_ranks": 2},
             "cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs a GPU; lower the ranks",
         ),
-        (2, {"learner_ranks": 2}, "each rank needs a GPU and the rollout workers another; lower the ranks"),
+        (2, {"learner_ranks": 2}, "each rank needs a GPU and the rollout workers need another GPU; lower the ranks"),
         (0, {"rollout_gpus": (0,)}, r"GPU 0 \(cluster.rollout_gpus\), and this host shows 0 GPUs"),
         (
             4,

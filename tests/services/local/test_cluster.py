@@ -88,7 +88,9 @@ def test_a_child_that_dies_is_started_again_and_the_death_is_said(
         "mark.with_suffix('.second').touch(); signal.pause()"
     )
     until((tmp_path / "mark.second").exists)
-    assert reports.said == ["child-0 ended with exit status 1, starts again in 0.5 s; its log says: the disk is full"]
+    assert reports.said == [
+        "child-0 ended with exit status 1, and starts again in 0.5 s; its log says: the disk is full"
+    ]
     assert list(service.deaths) == ["child-0 ended with exit status 1"]
     words, end = (tmp_path / "child-0.log").read_text().splitlines()
     assert words == "the disk is full"
@@ -102,7 +104,7 @@ def test_a_killed_child_comes_back_under_another_pid(start: Callable[..., Servic
     assert service.kill()
     until(lambda: service.pid not in (None, first))
     assert list(service.deaths) == ["child-0 was killed by SIGKILL"]
-    assert reports.said == ["child-0 was killed by SIGKILL, starts again in 0.5 s"]
+    assert reports.said == ["child-0 was killed by SIGKILL, and starts again in 0.5 s"]
 
 
 def test_the_line_that_says_why_a_child_died_is_said_and_not_what_comes_after_it(
@@ -111,7 +113,9 @@ def test_the_line_that_says_why_a_child_died_is_said_and_not_what_comes_after_it
     code = "import sys; print('Error: no model', *'abcdef', sep='\\n', flush=True); sys.exit(2)"
     start(code, max_deaths=2, max_backoff_s=0.01)
     assert reports.gave_up.wait(DEADLINE_S)
-    assert reports.said == ["child-0 ended with exit status 2, starts again in 0.01 s; its log says: Error: no model"]
+    assert reports.said == [
+        "child-0 ended with exit status 2, and starts again in 0.01 s; its log says: Error: no model"
+    ]
     assert str(reports.faults[0]) == (
         f"child-0 ended with exit status 2. Its log {tmp_path / 'child-0.log'} ends with:\n"
         "  Error: no model\n  ...\n  b\n  c\n  d\n  e\n  f"
@@ -125,7 +129,7 @@ def test_an_error_that_a_killed_child_survived_is_not_why_it_died(
         "import os, signal; print('Error: tried again', 'at work', sep='\\n', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     until(lambda: bool(reports.said))
-    assert reports.said[0] == "child-0 was killed by SIGKILL, starts again in 0.5 s; its log says: at work"
+    assert reports.said[0] == "child-0 was killed by SIGKILL, and starts again in 0.5 s; its log says: at work"
 
 
 def test_a_child_is_given_up_with_its_last_words_where_that_is_asked_for(
@@ -150,9 +154,9 @@ def test_a_child_that_keeps_dying_is_never_given_up_and_soon_said_rarely(
     assert not reports.faults
     said = reports.said
     assert len(said) == 6
-    assert said[3] == "child-0 ended with exit status 1, starts again in 0.01 s; its log says: no model"
+    assert said[3] == "child-0 ended with exit status 1, and starts again in 0.01 s; its log says: no model"
     assert said[4:] == [
-        f"child-0 has died {times} times the same way: it ended with exit status 1, starts again in 0.01 s; "
+        f"child-0 has died {times} times the same way: it ended with exit status 1, and starts again in 0.01 s; "
         "its log says: no model"
         for times in (5, 10)
     ]

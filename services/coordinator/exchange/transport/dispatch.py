@@ -120,7 +120,7 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
     if run is None or request.run_id != run.run_id:
         if kind == "batch":
             return delivery.end(exchange, request)
-        return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current one")
+        return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current run")
     refusal = _refusal_of_wrong_sender(exchange, run, arrived)
     if refusal is not None and refusal.reply.status == pb.REPLY_STATUS_INVALID:
         exchange.note_intruder(kind, request.member_id, refusal.reply.message, "")

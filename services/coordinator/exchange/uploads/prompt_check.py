@@ -102,7 +102,7 @@ class PromptCheck:
             return f"the prompt of group {group_id} cannot be encoded, so the group can have no prompt tokens: {answer['refused']}"
         if answer["digest"] != prompt_digest(prompt_ids):
             return (
-                f"group {group_id} came with {len(prompt_ids)} prompt tokens that are not those of its lease's prompt, which "
+                f"group {group_id} came with {len(prompt_ids)} prompt tokens that differ from its lease's prompt, which "
                 f"has {answer['tokens']}; install the same tokenizer and version of transformers on worker and coordinator"
             )
         return ""

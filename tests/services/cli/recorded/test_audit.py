@@ -63,7 +63,7 @@ def test_damage_is_an_error_of_both(directory: Path) -> None:
     path = directory / "audit" / "000001.jsonl"
     path.write_text(path.read_text().replace('"who":"ann"', '"who":"eve"'))
     found = json.loads(run(directory, "verify", "--json", status=1))["problems"]
-    assert found[0].startswith("record 2: line 2 of 000001.jsonl was changed: its hash")
+    assert found[0].startswith("record 2: line 2 of 000001.jsonl was changed: the hash")
     told = run(directory, "show", status=1)
     assert "audit/start" in told  # what comes before
     assert "`paceline audit verify` names the record" in told

@@ -182,6 +182,6 @@ def test_the_coordinator_of_the_environment_is_asked_if_nobody_names_a_folder(
     result = paceline("metrics", RUN_ID, coordinator=asked.address)
     assert result.exit_code == 0, result.output
     assert "reward" in result.stdout
-    assert f"the records of the coordinator at {asked.address} (PACELINE_COORDINATOR)" in result.stderr
+    assert f"the command reads from the coordinator at {asked.address} (PACELINE_COORDINATOR)" in result.stderr
     named = paceline("metrics", RUN_ID, "--directory", "elsewhere", coordinator=asked.address)
     assert "no ledger at elsewhere" in named.stderr

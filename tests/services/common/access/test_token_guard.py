@@ -157,7 +157,7 @@ async def test_a_permitted_call_whose_message_does_not_come_is_ended() -> None:
         async with asyncio.timeout(DEADLINE_S):
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
         ended.set()
-        assert "test.Service/One takes one message, but none came within 0.01 s" in str(await call.details())
+        assert "test.Service/One takes one message, but no message came within 0.01 s" in str(await call.details())
     assert answered == []
     assert [(each.code, each.request) for each in noted] == [(grpc.StatusCode.UNAVAILABLE, None)]
 

@@ -258,7 +258,7 @@ def test_another_worker_without_the_version_cannot_take_over_an_evaluation(make_
     Rollout(world, "able", step=2)
     ((member_id, why),) = leases.find_overdue(world.exchange, world.run, 2 * NO_MEDIAN_S)
     assert member_id == "pinned"
-    assert "others have nothing to do (the limit is 600 s)" in why
+    assert "other workers have nothing to do (the limit is 600 s)" in why
 
 
 def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) -> None:

@@ -162,7 +162,7 @@ async def test_a_paused_run_makes_room_for_an_equal_priority_also_with_a_batch_i
     assert (await trainer.hear("run")).run_id == other
     assert states(plane.ledger) == {run_id: "paused", other: "running"}
     (warning,) = plane.ledger.rows("SELECT json FROM events WHERE run_id = ? AND kind = 'warning'", (run_id,))
-    assert "`paceline resume` queues it again" in warning["json"]
+    assert "`paceline resume` queues this run again" in warning["json"]
 
 
 async def test_a_restarted_coordinator_starts_the_queue_before_a_paused_run(running: tuple[Plane, str]) -> None:

@@ -94,5 +94,5 @@ def test_the_key_for_the_exchange_is_whole_and_the_workers_alone() -> None:
     hello.exchange_key = bytes(32)
     check_hello(hello)
     check_key(hello, "reward-1", encrypted=True)
-    with pytest.raises(Conflict, match="is that of another member"):
+    with pytest.raises(Conflict, match="is the key of another member"):
         check_key(hello, "reward-2", encrypted=True)

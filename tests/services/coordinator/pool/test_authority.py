@@ -74,7 +74,7 @@ async def test_an_acknowledgement_after_the_end_of_its_run_is_no_warning(
     worker.say(weight_ack=ack("nosuch-1", 1, 0, member_id="rollout-late"))
     await heard(plane, worker, "rollout-late")
     lines = [record.getMessage() for record in caplog.records if "ignored a weight_ack" in record.getMessage()]
-    assert lines == ["ignored a weight_ack of rollout rollout-late: run 'nosuch-1' is not the current one"]
+    assert lines == ["ignored a weight_ack of rollout rollout-late: run 'nosuch-1' is not the current run"]
 
 
 async def test_only_the_sessions_learner_speaks_for_the_run(plane: Plane) -> None:

@@ -48,7 +48,7 @@ def test_a_pool_is_measured_by_its_share_of_the_demand() -> None:
 
 def test_a_pool_without_workers_comes_before_every_figure() -> None:
     text = advise({"rollout": pool(4, 0.5), "reward": PoolFacts(0, PoolState())}, wait_fraction=0.9)
-    assert text.startswith("no reward worker takes work: start one")
+    assert text.startswith("no reward worker takes work: start a worker")
 
 
 def test_the_gain_of_a_faster_learner_is_bounded_by_the_pools() -> None:

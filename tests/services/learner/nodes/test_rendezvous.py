@@ -64,7 +64,7 @@ def test_a_node_whose_store_is_gone_ends_its_part(address: str) -> None:
 
 
 def test_a_node_that_never_comes_is_named_with_the_remedy(address: str) -> None:
-    with pytest.raises(Unavailable, match=r"has node 0 of 2 nodes after 0.2 s; start the others with the same"):
+    with pytest.raises(Unavailable, match=r"has node 0 of 2 nodes after 0.2 s; start the other nodes with the same"):
         node(address, 0, wait_s=0.2).meet(never)
 
 

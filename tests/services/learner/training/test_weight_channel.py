@@ -90,7 +90,7 @@ def test_where_no_agent_can_start_the_object_store_serves_and_that_is_said(open_
     offer = rank.next("weight_offer")
     assert (offer.member_id, offer.stored.url) == ("m", str(tmp_path / "weights"))
     assert warnings == [
-        "a host of the learner has no relay for weights (see its log); every worker reads them from "
+        "a host of the learner has no relay for weights (see its log); every worker reads weights from "
         f"{tmp_path / 'weights'}, as with weights.channel: delta"
     ]
 
