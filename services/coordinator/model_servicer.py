@@ -183,7 +183,7 @@ def _check_parent(ledger: Ledger, parent: str) -> None:
 
 def _check_reason(reason: str, field: str) -> None:
     if len(reason) > MAX_REASON:
-        raise InvalidInput(f"{field} has {len(reason)} characters, at most {MAX_REASON} are recorded; shorten it")
+        raise InvalidInput(f"{field} has {len(reason)} characters, but at most {MAX_REASON} are recorded; shorten it")
 
 
 def _checked(version: int) -> int:
@@ -315,7 +315,7 @@ def _read_documents(field: str, texts: Any) -> list[dict[str, Any]]:
     found = []
     for index, text in enumerate(texts):
         if len(text) > MAX_DOCUMENT:
-            raise InvalidInput(f"{field}[{index}] has {len(text)} characters, at most {MAX_DOCUMENT} are recorded")
+            raise InvalidInput(f"{field}[{index}] has {len(text)} characters, but at most {MAX_DOCUMENT} are recorded")
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:

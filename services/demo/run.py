@@ -37,7 +37,7 @@ STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
     show_default=True,
     help="Folder for the ledger and the runs.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the model, the data and both runs.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the model, the data and the two runs of the demo.")
 @click.option("--json", "as_json", is_flag=True, help="Print only one JSON object at the end.")
 @linux_only
 def main(overrides: tuple[str, ...], directory: Path, seed: int, as_json: bool) -> None:

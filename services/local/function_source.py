@@ -121,7 +121,7 @@ class _Source:
         else:
             raise InvalidInput(
                 f"{user} uses {name}, a {type(value).__name__}, which cannot be written to a file; create it inside the "
-                "function, or put both into a .py file and name that (`file.py:function`)"
+                "function, or put both into a .py file and name that file (`file.py:function`)"
             )
 
     def _add_class(self, value: type, scope: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ def _class_source(value: type, functions: list[FunctionType]) -> str:
 
 def _without_source(value: object) -> InvalidInput:
     return InvalidInput(
-        f"{_name(value)} has no source that can be read (was it made by exec?); put it into a .py file and name that "
+        f"{_name(value)} has no source that can be read (was it made by exec?); put it into a .py file and name that file "
         "(`file.py:function`)"
     )
 

@@ -338,7 +338,7 @@ class RolloutRun:
         self._progress.note(
             lambda sums, s: (
                 f"run {self.run_id}: {sums['groups']:.0f} groups with {sums['tokens']:,.0f} tokens in {s:.0f} s "
-                f"({sums['tokens'] / s:,.0f} tokens/s), the last with version {newest}"
+                f"({sums['tokens'] / s:,.0f} tokens/s), the last group with version {newest}"
             ),
             groups=1,
             tokens=group.num_tokens,

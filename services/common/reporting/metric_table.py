@@ -203,7 +203,7 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, from each worke
     Metric("coordinator/unforeseen_errors", "errors", "unexpected errors of the coordinator since its start", "0"),
 ))  # fmt: skip
 GROUPS = Part("train", "Groups", "Counts from the ledger after the step.", (
-    Metric("groups/<state>", "groups", "groups in this state: for an open state the present groups, for an ended state (trained, dropped) all since the start"),
+    Metric("groups/<state>", "groups", "groups in this state: for an open state the present groups, for an ended state (trained, dropped) all groups since the start"),
     Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `prompt_too_long`, `bad_prompt` (a "
            "prompt that the chat template refuses, or whose generation failed `max_generation_failures` times), "
            "`invalid_result`, `reward_failed`, `environment_failed`, `poison`, `damaged`, `by_request`, `run_ended`",

@@ -422,7 +422,7 @@ def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: st
         exchange.warn(f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone")
     elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
         exchange.warn(
-            f"group {row['group_id']} was dropped: {deaths} workers died while they held it, the last "
+            f"group {row['group_id']} was dropped: {deaths} workers died while they held it; the last "
             f"{ALONE_CRASHES} held only this group; check its prompt and the log of {member_id}"
         )
         evaluation.drop(exchange, run, row, "poison")

@@ -94,7 +94,7 @@ class Finding(NamedTuple):
         times = f" ({self.times} times so far)" if self.times > 1 else ""
         text = (
             f"log-probabilities of {self.member_id} are off by {self.mean:+.4f} nats a token in the mean of its newest "
-            f"{self.groups} compared groups{times}; the learner has computed the same tokens with the same weights"
+            f"{self.groups} compared groups{times}; the learner has used the same weights"
         )
         if self.others is not None:
             text += f"; the median of the other workers' mean deviations is {self.others:+.4f} nats a token"

@@ -120,7 +120,7 @@ class Commands:
         """Order a worker (of a learner: all ranks) to finish or return its work within `grace_s` seconds, and then to
         leave. Raises NotFound, InvalidInput; Unavailable for a member whose stream is broken."""
         if not 0.0 <= grace_s <= MAX_GRACE_S:
-            raise InvalidInput(f"grace_s is {grace_s:g}; must be from 0 to {MAX_GRACE_S:g} seconds")
+            raise InvalidInput(f"grace_s is {grace_s:g}, but must be from 0 to {MAX_GRACE_S:g} seconds")
         member = self._members.get(member_id)
         if member is None:
             raise NotFound(f"no member {member_id[:80]!r}; `paceline members` lists all members")

@@ -67,7 +67,7 @@ class RunQueue:
         `submission`. Raises SpecError, InvalidInput, DataError, Unreadable, Busy."""
         if len(submission) > MAX_SUBMISSION:
             raise InvalidInput(
-                f"the name of a submission has {len(submission)} characters, at most {MAX_SUBMISSION} are allowed"
+                f"the name of a submission has {len(submission)} characters, but at most {MAX_SUBMISSION} are allowed"
             )
         spec, text = await self._read(spec_yaml)
         refuse_large_groups(spec)

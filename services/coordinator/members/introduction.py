@@ -69,7 +69,7 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         )
     if len(hello.secret) > MAX_SECRET:
         raise InvalidInput(
-            f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes, at most {MAX_SECRET} are allowed"
+            f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes, but at most {MAX_SECRET} are allowed"
         )
     if len(hello.exchange_key) not in (0, KEY_BYTES):
         raise InvalidInput(
@@ -77,7 +77,7 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         )
     if len(hello.learner_id) > MAX_LEARNER_ID:
         raise InvalidInput(
-            f"learner_id of worker {hello.member_id} has {len(hello.learner_id)} characters, at most "
+            f"learner_id of worker {hello.member_id} has {len(hello.learner_id)} characters, but at most "
             f"{MAX_LEARNER_ID} are allowed"
         )
     if hello.world_size > MAX_RANKS or hello.rank >= max(hello.world_size, 1):

@@ -37,13 +37,13 @@ def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest, at_once: int = EV
     if kind not in KINDS:
         raise InvalidInput(f"kind is {kind[:40]!r}, but must be one of {', '.join(KINDS)}")
     if len(request.names) > MAX_PATTERNS:
-        raise InvalidInput(f"names has {len(request.names)} entries, at most {MAX_PATTERNS} are allowed in one request")
+        raise InvalidInput(f"names has {len(request.names)} entries, but a request may have at most {MAX_PATTERNS}")
     names = _names(ledger, request.run_id, kind)
     if not request.names:
         return pb.GetMetricsResponse(names=names)
     selected = [name for name in names if any(fnmatchcase(name, pattern) for pattern in request.names)]
     if len(selected) > MAX_SERIES:
-        raise InvalidInput(f"names match {len(selected)} metrics, at most {MAX_SERIES} are allowed in one request")
+        raise InvalidInput(f"names match {len(selected)} metrics, but at most {MAX_SERIES} are allowed in one request")
     last_step = request.to_step or run["next_step"]
     points = page_tokens.page_size(request.max_points or POINTS, MAX_POINTS)
     width = max(1, math.ceil((last_step - request.from_step + 1) / points))

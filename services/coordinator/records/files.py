@@ -26,7 +26,7 @@ Key = tuple[str, str, str]
 def get_gauge_history(directory: Path, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:
     """Return points of pools, or of the members that the request names. Raises InvalidInput."""
     if len(request.member_ids) > MAX_MEMBERS:
-        raise InvalidInput(f"member_ids has {len(request.member_ids)} entries, at most {MAX_MEMBERS} are allowed")
+        raise InvalidInput(f"member_ids has {len(request.member_ids)} entries, but at most {MAX_MEMBERS} are allowed")
     if not (math.isfinite(request.from_time) and math.isfinite(request.to_time)):
         raise InvalidInput("from_time and to_time must be numbers of seconds since 1970")
     readings = list(_readings(directory / FOLDER, request.from_time, request.to_time or math.inf))

@@ -266,6 +266,6 @@ def _why(facts: Facts) -> tuple[str, str]:
             "Scoring is the bottleneck: add reward workers, or check the time-outs of the reward functions",
         )
     return (
-        f"{held}, {facts.leases} in all; {scored} of {facts.batch} groups are scored, {to_score} wait for a score",
+        f"{held} ({facts.leases} leases); {scored} of {facts.batch} groups are scored, and {to_score} wait for a score",
         "Generation is the bottleneck: add rollout workers, or raise async_grpo.max_trajectory_age_steps",
     )

@@ -248,16 +248,16 @@ def read_pool(text: str) -> PoolConfig:
     settings = _settings(text)
     role, members = settings.get("role", ""), settings.get("members", "")
     if role not in ROLES:
-        raise InvalidInput(f"role is {role[:MAX_TEXT]!r}; must be one of {', '.join(ROLES)}")
+        raise InvalidInput(f"role is {role[:MAX_TEXT]!r}, but must be one of {', '.join(ROLES)}")
     if len(members) > MAX_TEXT or not members.isprintable():
         raise InvalidInput(
-            f"members is {members[:MAX_TEXT]!r}; must be the first characters of member names, at most "
+            f"members is {members[:MAX_TEXT]!r}, but must be the first characters of member names, at most "
             f"{MAX_TEXT} and all printable"
         )
     name = settings.get("name", role)
     if NAME.fullmatch(name) is None or (name != role and (name in ROLES or not members)):
         raise InvalidInput(
-            f"name is {name[:MAX_TEXT]!r}; must be the role, or, for a pool with members, letters, digits and ._-"
+            f"name is {name[:MAX_TEXT]!r}, but must be the role, or, for a pool with members, letters, digits and ._-"
         )
     usual = Bounds()
     hold = settings.get("holdSeconds", "")
@@ -306,5 +306,5 @@ def _number(
         value = None
     if value is None or not math.isfinite(value) or not 0 <= value <= most:
         limit = "" if math.isinf(most) else f" to {most:g}"
-        raise InvalidInput(f"{name} is {text[:MAX_TEXT]!r}; must be a number from 0{limit}")
+        raise InvalidInput(f"{name} is {text[:MAX_TEXT]!r}, but must be a number from 0{limit}")
     return value

@@ -243,7 +243,7 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
     text = (
         f"the learner limits the run: it waits {wait_fraction:.0%} of its time for its batch, and the pools could "
         f"feed a learner that is {supply[slowest]:.1f} times as fast. "
-        "More or faster ranks shorten a step, more workers do not"
+        "More or faster ranks shorten a step, but more workers do not"
     )
     if wait_fraction > BALANCED:
         text = (

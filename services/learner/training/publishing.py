@@ -163,7 +163,7 @@ class _WeightChannelFactory:
                 f"{self._store.url}, as with weights.channel: delta"
             )
             if self._store.is_local and not is_loopback(self._rank.weights_host):
-                text += ". If ranks or workers do not share that folder, set weights.store to a place that all reach"
+                text += ". If ranks or workers do not share that folder, set weights.store to a place that all of them reach"
             self._warn(text)
         return self.delta(on_device=False)
 

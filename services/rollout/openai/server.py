@@ -150,7 +150,7 @@ class Endpoint:
     async def _feedback(self, request: web.Request) -> web.StreamResponse:
         if self._recorder is None:
             raise InvalidInput(
-                "this endpoint records no requests, so it takes no feedback; `paceline serve model --traces FOLDER` records and takes both"
+                "this endpoint records no requests and takes no feedback; `paceline serve model --traces FOLDER` does both"
             )
         feedback = read_ask(FeedbackAsk, await self._listener.body(request))
         return web.json_response(await self._recorder.rate(feedback))
