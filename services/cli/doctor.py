@@ -217,7 +217,7 @@ def _memory() -> Finding:
     value = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     limit = _cgroup_limit_bytes()
     if limit is not None and limit < memory.total:
-        value += f", this container is limited to {limit / GIB:.1f} GiB"
+        value += f", but this container is limited to {limit / GIB:.1f} GiB"
     return Finding("memory", "ok", value)
 
 
@@ -245,7 +245,7 @@ def _disk(directory: Path) -> Finding:
             "name another folder with --directory",
         )
     free_bytes = shutil.disk_usage(existing).free
-    value = f"{directory.resolve()} is writable, {free_bytes / GIB:.1f} GiB free"
+    value = f"{directory.resolve()} is writable, and {free_bytes / GIB:.1f} GiB are free"
     if free_bytes < MIN_FREE_BYTES:
         return Finding("directory", "absent", value, "free some space: checkpoints take 12 bytes for each parameter")
     return Finding("directory", "ok", value)

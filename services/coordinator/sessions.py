@@ -116,7 +116,7 @@ class SessionNumbers:
     def note_session(self, run_id: str, newest: int, session: int) -> bool:
         """Note a used session number of the run; `newest` is the ledger's. Return False for an impossible number."""
         if not 0 <= session <= newest + MOST_LOST:
-            log.warning("ignoring session %d of run %s, because the newest is %d", session, run_id, newest)
+            log.warning("ignoring session %d of run %s, because the newest session is %d", session, run_id, newest)
             return False
         self._heard[run_id] = max(self._heard.get(run_id, 0), session)
         return True

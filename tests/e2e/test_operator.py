@@ -96,7 +96,7 @@ def test_a_run_whose_hours_are_over_ends_in_good_order(
     assert done.exit_code == 0, done.output
     (run,) = [run for run in client.runs() if run.max_num_steps == 5000]
     assert 0 < run.step < 5000
-    assert run.message == f"max_hours {2 / 3600:g} are over: the run ends after step {run.step} of 5000"
+    assert run.message == f"the max_hours of {2 / 3600:g} are over: the run ends after step {run.step} of 5000"
     checkpoints = [e.content["step"] for e in client.watch(run.run_id) if e.kind == "checkpoint"]
     assert checkpoints[-1] == run.step
     assert list((cluster.directory / run.run_id / "export").glob("*.safetensors"))

@@ -236,4 +236,4 @@ def _refusal(path: Path, *, has_token: bool, is_other: bool = False, also: str =
     else:
         has = "another" if is_other else "no"
         why = f"the call has {has} token; this service requires the token in the file {file}{also}"
-    return f"{why}. Give that file with --token-file or {VARIABLE}"
+    return f"{why}. Give the token's file with --token-file or {VARIABLE}"

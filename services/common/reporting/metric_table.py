@@ -78,7 +78,7 @@ COMPLETIONS = Part("train", "Completions of the batch", "Computed by the coordin
     Metric("age", "steps", "mean age of the tokens: the step minus the step of the version that sampled them",
            "at most `async_grpo.max_trajectory_age_steps`, except for late groups"),
     Metric("age/<age>", "groups", "groups of this age in the batch"),
-    Metric("environment/turns_per_sample", "turns", "mean number of turns of an episode (with `environment`), whose tokens count as one completion"),
+    Metric("environment/turns_per_sample", "turns", "mean number of turns of an episode (with `environment`); an episode's tokens count as one completion"),
     Metric("environment/rows_per_sample", "rows", "mean number of transcripts of an episode, which are the sequences that the learner trains",
            "1; more if histories are rewritten or a turn cannot extend the tokens before it"),
     Metric("environment/mixed_version_fraction", "share", "episodes whose tokens are of several versions"),

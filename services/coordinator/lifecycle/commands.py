@@ -109,7 +109,7 @@ class Commands:
         run, learner = self._exchange.active, self._assignments.learner()
         if run is None or run.run_id != run_id or learner is None or not learner.connected:
             raise Conflict(
-                f"run {run_id} is {row['state']}, and no learner works on it that could write a checkpoint; "
+                f"run {run_id} is {row['state']}, and no learner that could write a checkpoint works on it; "
                 "order a checkpoint while the run trains"
             )
         order = worker_pb2.CheckpointDirective(run_id=run_id)

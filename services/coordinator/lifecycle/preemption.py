@@ -31,7 +31,7 @@ def explain(run: ActiveRun, end_step: int) -> str:
     """Return why a run ends after `end_step` steps; empty for 0."""
     if not end_step:
         return ""
-    return f"max_hours {run.spec.max_hours:g} are over: the run ends after step {end_step} of {run.spec.max_num_steps}"
+    return f"the max_hours of {run.spec.max_hours:g} are over: the run ends after step {end_step} of {run.spec.max_num_steps}"
 
 
 class Hours:

@@ -106,7 +106,7 @@ def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> No
         missing = [name for name in needed if name not in source.columns]
         if missing:
             is_builtin = ":" not in reward.function
-            remedy = "correct the name in its kwargs" if is_builtin else "give the argument a default"
+            remedy = "correct the name in the reward's kwargs" if is_builtin else "give the argument a default"
             raise DataError(
                 f"rewards.{index}: {reward.label!r} needs the column {missing[0]!r}, but the columns of {field} besides the prompt "
                 f"are: {', '.join(source.columns) or 'none'}; {remedy}, or add the column"
@@ -344,7 +344,7 @@ def _check_names(names: Collection[str], field: str, source: PromptSource) -> No
     if value not in names:
         raise DataError(
             f"the column {NAME_COLUMN!r} of {field} has {value!r:.60}, which environment.class does not name; "
-            f"its names are {listed}"
+            f"the names in environment.class are {listed}"
         )
 
 

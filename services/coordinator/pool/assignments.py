@@ -274,7 +274,7 @@ class Assignments:
         if scan.moved:
             message = (
                 f"checkpoints {', '.join(scan.moved)} are ahead of the ledger, which is at session {row['session']} and "
-                f"step {row['next_step']}: the ledger may be a backup. They were moved to {scan.place}, and nothing loads them"
+                f"step {row['next_step']}: the ledger may be a backup. These checkpoints were moved to {scan.place}, and nothing loads them"
             )
             log.warning("run %s: %s", run.run_id, message)
             async with self._lock:

@@ -164,7 +164,7 @@ async def test_a_checkpoint_is_ordered_from_the_learner_that_has_the_run(plane: 
     order = run_pb2.RunServiceCheckpointRequest(run_id=run.run_id)
     code, details = await refusal(plane.runs.Checkpoint(order))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "no learner works on it" in details
+    assert "no learner that could write a checkpoint works on it" in details
     learner = Worker(plane, common_pb2.ROLE_LEARNER, "learner", world_size=1)
     await learner.hear("run")
     ordered = await plane.runs.Checkpoint(order)

@@ -22,7 +22,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     """Return one rank's part of a step's batch, even if it was served before. Fix the batch first if it is due."""
     body, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
-        return exchange.stale(request, f"session {request.session} has ended; the newest is {row['session']}")
+        return exchange.stale(request, f"session {request.session} has ended; the newest session is {row['session']}")
     if body.world_size == 0 or body.rank >= body.world_size:
         return exchange.refuse(
             request, f"rank {body.rank} of {body.world_size} ranks is not possible; ranks begin at 0"
@@ -77,7 +77,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     batch. A receipt that does not agree ends its session, not the run."""
     receipt, row = request.receipt, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
-        return exchange.stale(request, f"session {request.session} has ended; the newest is {row['session']}")
+        return exchange.stale(request, f"session {request.session} has ended; the newest session is {row['session']}")
     if receipt.rank >= receipt.world_size:
         return exchange.refuse(
             request, f"rank {receipt.rank} of {receipt.world_size} ranks is not possible; ranks begin at 0"

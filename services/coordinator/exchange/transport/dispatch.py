@@ -91,7 +91,7 @@ def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcom
             "secret of the last Welcome with each request",
         )
     if standing is Standing.EARLIER:
-        outcome = exchange.stale(request, "this secret is outdated; wait for the next Welcome")
+        outcome = exchange.stale(request, "the request's secret is outdated; wait for the next Welcome")
         outcome.reply.term = 0
         return outcome
     return None

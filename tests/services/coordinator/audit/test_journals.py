@@ -86,7 +86,7 @@ CHANGES = {
     "UPDATE episodes SET life = 1 WHERE sample = 0": "the sample's turns are of life 1, expected 2",
     "UPDATE episodes SET num_rows = 2 WHERE sample = 1": "the turns have 1 rows, but the ledger has 2",
     "UPDATE episodes SET left_out = '[7]' WHERE sample = 1": "the turn leaves out turns [7], which is not allowed",
-    "UPDATE episodes SET last = 1 WHERE sample = 0 AND turn = 0": "turns follow the one that is marked as the last",
+    "UPDATE episodes SET last = 1 WHERE sample = 0 AND turn = 0": "turns follow the turn that is marked as the last",
     "DELETE FROM episodes WHERE sample = 1": "the group has 12 tokens, but its turns have 9",
     "UPDATE groups SET oldest_step = 3 WHERE group_id = 2": "the group's oldest version is 3, but the oldest version of its turns is 0",
     "UPDATE episodes SET group_id = 0 WHERE sample = 1": "the group is trained, but still has turns in the table episodes",

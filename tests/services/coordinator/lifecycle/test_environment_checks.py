@@ -70,7 +70,8 @@ def test_rows_name_a_class_of_a_mapping(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.train has no column 'environment' that names one"):
         check(tmp_path, environment, {"prompt": "2+2=", "answer": "4"})
     with pytest.raises(
-        DataError, match=r"has 'chess', which environment.class does not name; its names are 'sums', 'games'"
+        DataError,
+        match=r"has 'chess', which environment.class does not name; the names in environment.class are 'sums', 'games'",
     ):
         check(tmp_path, environment, ROW | {"environment": "chess"})
     (tmp_path / "sums.py").write_text("class Sums:\n    def reset(self, environment): ...")

@@ -33,7 +33,7 @@ async def test_the_run_ends_after_the_newest_fixed_batch(plane: Plane) -> None:
     await hours.check(0.5 * HOUR_S)
     assert exchange.end_step == plane.ledger.end_step(run_id) == 3
     last = plane.ledger.run(run_id)["max_num_steps"]
-    assert plane.ledger.run(run_id)["message"] == f"max_hours 0.5 are over: the run ends after step 3 of {last}"
+    assert plane.ledger.run(run_id)["message"] == f"the max_hours of 0.5 are over: the run ends after step 3 of {last}"
     assert exchange.active is not None
     assert exchange.takes_no_work(exchange.active), "no group is leased that no step needs"
     assert exchange.num_steps(exchange.active) == 3
@@ -76,7 +76,9 @@ async def test_a_new_coordinator_keeps_the_end(tmp_path: Path) -> None:
         trainer.say(run_report=worker_pb2.RunReport(run_id=run_id, session=assignment.session, finished=True))
         again.run_loops()
         await again.watch_until(run_id, "state", state="succeeded")
-        assert again.ledger.run(run_id)["message"].startswith("max_hours 0.5 are over: the run ends after step 2 of")
+        assert again.ledger.run(run_id)["message"].startswith(
+            "the max_hours of 0.5 are over: the run ends after step 2 of"
+        )
     finally:
         await again.stop()
 

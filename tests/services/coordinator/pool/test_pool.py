@@ -54,7 +54,7 @@ async def test_a_stream_that_says_nothing_is_refused(plane: Plane) -> None:
         (
             {"role": 7},
             grpc.StatusCode.INVALID_ARGUMENT,
-            "has the role 7, this coordinator supports 1 (ROLE_ROLLOUT)",
+            "has the role 7, but this coordinator supports 1 (ROLE_ROLLOUT)",
         ),
         ({"role": -1}, grpc.StatusCode.INVALID_ARGUMENT, "has the role -1"),
         ({"learner_id": "x" * 65}, grpc.StatusCode.INVALID_ARGUMENT, "learner_id of worker rollout-1 has 65"),

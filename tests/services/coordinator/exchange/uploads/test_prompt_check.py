@@ -90,7 +90,7 @@ def test_only_the_leases_own_prompt_passes(begun: PromptCheck) -> None:
     tokenizer = make_tokenizer()
     own = {group: encode_prompt(tokenizer, PROMPTS[group], "auto") for group in (7, 8)}
     assert begun.fault("a-1", 7, own[7]) == ""
-    assert "that are not those of its lease's prompt, which has 6" in begun.fault("a-1", 7, own[8])
+    assert "that differ from its lease's prompt, which has 6" in begun.fault("a-1", 7, own[8])
     assert "came with 5 prompt tokens" in begun.fault("a-1", 7, own[7][:-1])
     assert begun.fault("a-1", 8, own[8]) == ""
     assert begun.unavailable == ""
@@ -112,7 +112,7 @@ def test_a_chat_is_encoded_with_the_tools_of_its_row(ledger: Path, tmp_path: Pat
     try:
         assert check.fault("a-1", 9, encode_prompt(tokenizer, PROMPTS[9], "auto", {}, TOOLS)) == ""
         without = check.fault("a-1", 9, encode_prompt(tokenizer, PROMPTS[9], "auto"))
-        assert "that are not those of its lease's prompt" in without
+        assert "that differ from its lease's prompt" in without
         assert check.fault("a-1", 7, encode_prompt(tokenizer, PROMPTS[7], "auto")) == "", "a text has no tools"
         assert check.unavailable == ""
     finally:
