@@ -134,7 +134,7 @@ def test_a_result_with_another_prompt_is_at_fault(begun: PromptCheck) -> None:
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     honest, other = arrived(begun, 7, own), arrived(begun, 7, own[::-1])
     assert (honest.fault, honest.group is None, honest.record is None) == ("", False, False)
-    assert "not those of its lease's prompt" in other.fault
+    assert "differ from its lease's prompt" in other.fault
     assert (other.group, other.record) == (None, None), "nothing of it is stored"
 
 
@@ -142,7 +142,7 @@ def test_a_result_with_another_prompt_is_at_fault(begun: PromptCheck) -> None:
 def test_a_number_that_no_group_has_is_left_to_the_handler(begun: PromptCheck, group_id: int) -> None:
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     assert arrived(begun, group_id, own).fault == ""
-    assert "not those of its lease's prompt" in arrived(begun, 7, own[::-1]).fault, "it goes on"
+    assert "differ from its lease's prompt" in arrived(begun, 7, own[::-1]).fault, "it goes on"
 
 
 def test_a_record_that_cannot_be_read_holds_nothing_up(
@@ -157,7 +157,7 @@ def test_a_record_that_cannot_be_read_holds_nothing_up(
         (tmp_path / "away.sqlite").rename(ledger)
         assert (made.fault, made.group is None) == ("", False), "it passes uncompared"
         assert unforeseen.total == before + 1
-        assert "not those of its lease's prompt" in arrived(check, 7, own[::-1]).fault
+        assert "differ from its lease's prompt" in arrived(check, 7, own[::-1]).fault
     finally:
         check.encoder = None  # the process stays for other tests
 
