@@ -44,7 +44,7 @@ async def test_a_stream_that_says_nothing_is_refused(plane: Plane) -> None:
         (
             {"protocol": 99},
             grpc.StatusCode.FAILED_PRECONDITION,
-            f"speaks protocol 99, the coordinator {PROTOCOL}",
+            f"speaks protocol 99, but the coordinator speaks {PROTOCOL}",
         ),
         ({"protocol": 2}, grpc.StatusCode.FAILED_PRECONDITION, "update the worker"),
         ({"member_id": ""}, grpc.StatusCode.INVALID_ARGUMENT, "member_id '' must be 1 to 64"),
