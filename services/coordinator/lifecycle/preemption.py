@@ -141,12 +141,12 @@ class Preemption:
 
     async def _yield(self, run: ActiveRun, first: sqlite3.Row) -> None:
         self._exchange.yields_to = first["run_id"]
-        later = "`paceline resume` queues this run again" if self._is_held(run) else "this run continues later"
-        await self._context.watchers.warn(
-            [
-                f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
-                f"{self._ledger.priority(run.run_id)}, writes a checkpoint, and {later}"
-            ]
+        text = (
+            f"run {first['run_id']} goes first, because this run is paused: this run writes a checkpoint, and `paceline "
+            "resume` queues this run again"
+            if self._is_held(run)
+            else f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
+            f"{self._ledger.priority(run.run_id)}, writes a checkpoint and continues later"
         )
         await self._context.watchers.warn([text])
 

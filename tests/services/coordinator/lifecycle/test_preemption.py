@@ -155,7 +155,7 @@ async def test_a_paused_run_makes_room_for_an_equal_priority_also_with_a_batch_i
     trainer = await training(plane, run_id)
     with plane.ledger.transaction():
         plane.ledger.update_run(run_id, next_batch=1)
-    await plane.runs.Pause(run_pb2.PauseRequest(run_id=run_id))
+    await plane.coordinator.states.pause_on_fault(run_id, "the loss is not finite")
     other = (await plane.submit(priority=-1)).run_id
     assert (await trainer.hear("checkpoint")).run_id == run_id
     trainer.say(checkpoint=checkpoint_of(plane, run_id, 0))
@@ -174,6 +174,35 @@ async def test_a_restarted_coordinator_starts_the_queue_before_a_paused_run(runn
     await plane.submit(priority=-1)
     await recover(context)
     assert context.delays.passed_over == {run_id}
+
+
+async def test_a_resumed_run_whose_room_was_given_is_queued_and_goes_on_later(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    await plane.runs.Pause(run_pb2.PauseRequest(run_id=run_id))
+    other = (await plane.submit(priority=0)).run_id
+    await becomes(plane, other, "running")
+    await recover(plane.coordinator.context)
+    assert plane.coordinator.context.delays.passed_over == {run_id}
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=other))
+    async with asyncio.timeout(DEADLINE_S):
+        while (active := plane.coordinator.exchange.active) is None or active.run_id != run_id:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert states(plane.ledger)[run_id] == "paused"
+    await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
+    assert states(plane.ledger)[run_id] == "running", "it has the workers"
+    urgent = (await plane.submit(priority=5)).run_id
+    await becomes(plane, urgent, "running")
+    assert states(plane.ledger)[run_id] == "queued"
+
+
+async def test_a_run_whose_workers_another_run_has_is_queued_by_resume(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    await plane.runs.Pause(run_pb2.PauseRequest(run_id=run_id))
+    other = (await plane.submit(priority=0)).run_id
+    await becomes(plane, other, "running")
+    plane.coordinator.context.delays.passed_over.clear()
+    await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
+    assert states(plane.ledger) == {run_id: "queued", other: "running"}
 
 
 async def test_a_run_that_is_retried_by_itself_keeps_its_place(running: tuple[Plane, str]) -> None:
