@@ -160,7 +160,7 @@ class AgentTurns:
     async def answer(self, request: AgentRequest) -> AgentAnswer:
         """Return the answer to a request; see `AgentConversation`."""
         if self._over:
-            raise Conflict("the episode is over: its program has ended, or its time is up")
+            raise Conflict("the episode is over: its program has ended, or its time limit has passed")
         earlier = self._tasks.get(request.body_digest) if request.retry_count else None
         task = earlier or asyncio.create_task(self._answer(request), name="agent turn")
         if earlier is None:

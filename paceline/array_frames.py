@@ -45,7 +45,7 @@ def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _no_safetensors(payload, repr(error)) from None
     if end != len(data):
-        raise _no_safetensors(payload, f"the arrays end at {end} of {len(data)} bytes")
+        raise _no_safetensors(payload, f"the arrays end at byte {end}, but the data has {len(data)} bytes")
     return arrays
 
 
@@ -54,7 +54,7 @@ def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
     dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     for number in (*shape, begin, end):
         if type(number) is not int or number < 0:
-            raise ValueError("a size is not a natural number")
+            raise ValueError("a number of a shape or of data_offsets is not a natural number")
     if begin != start or end > len(data) or math.prod(shape) * dtype.itemsize != end - begin:
         raise ValueError(f"an array of shape {shape} and type {entry['dtype']} does not fit bytes {begin} to {end}")
     return np.ndarray(shape, dtype, data, begin)
@@ -142,7 +142,7 @@ class RowArrays(NamedTuple):
         if self.turns.shape[1] != 3 or len(self.turns) != len(self.turn_rewards):
             raise WireError(
                 f"turns has shape {self.turns.shape} with {len(self.turn_rewards)} turn_rewards; "
-                "it must have a row of 3 for each"
+                "turns must have a row of 3 numbers for each turn reward"
             )
         if np.isinf(self.turn_rewards).any():
             raise WireError("turn_rewards has an infinite number; a turn without a reward has NaN")
@@ -158,7 +158,7 @@ class RowArrays(NamedTuple):
         for turn in turns:
             fits = 0 <= turn.row < len(sampled) and 0 <= turn.start < turn.end <= len(sampled[turn.row])
             if not fits or (turn.row, turn.start) < before:
-                raise WireError(f"turn {tuple(turn[:3])} is not after {before}, or not within its transcript")
+                raise WireError(f"turn {tuple(turn[:3])} does not begin after the turn before it, or is not within its transcript")
             covered[turn.row][turn.start : turn.end] = True
             before = (turn.row, turn.end)
         for row, (mask, turns_mask) in enumerate(zip(sampled, covered, strict=True)):
@@ -174,7 +174,7 @@ def check_spans_of_row(index: int, spans: list[VersionSpan], sampled_T: BoolArra
     for span in spans:
         if span.start < position or span.end <= span.start or span.end > len(sampled_T):
             raise WireError(
-                f"transcript {index}: span {tuple(span)} is not after token {position} and within the transcript"
+                f"transcript {index}: span {tuple(span)} begins before token {position}, or is not within the transcript"
             )
         covered[span.start : span.end] = True
         position = span.end

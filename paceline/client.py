@@ -132,7 +132,7 @@ class Client(Connection):
         if isinstance(spec, str | Path):
             spec = load_spec(spec, tuple(overrides))
         elif overrides:
-            raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
+            raise InvalidInput("overrides are only for the file of a spec; change a RunSpec with its method model_copy")
         spec = checked_plan(spec)
         bundle = self._bundle_of(spec, wait_s)
         request = SubmitRequest(spec_yaml=spec_to_yaml(spec), submission=uuid.uuid4().hex, bundle=bundle)
@@ -240,7 +240,7 @@ class Client(Connection):
             if event.kind == "checkpoint":
                 return str(event.content["path"])
         raise Unavailable(
-            f"run {run_id} has no new checkpoint after {timeout_s:g} s, or has ended; `paceline watch {run_id}` says more"
+            f"run {run_id} has no new checkpoint after {timeout_s:g} s, or has ended; `paceline watch {run_id}` shows its state"
         )
 
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:

@@ -37,7 +37,7 @@ class RateLimitedLog:
         while len(self._kinds) > MAX_KINDS:
             self._kinds.pop(next(iter(self._kinds)))
         if left_out:
-            message, args = message + " (and %d more since the last such line)", (*args, left_out)
+            message, args = message + " (and %d more since this message was last logged)", (*args, left_out)
         self._log.warning(message, *args, exc_info=error)
 
 

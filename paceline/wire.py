@@ -132,7 +132,7 @@ def split_completions(
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
-            f"there are {len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
+            f"there are {len(lengths)} completions, but {len(finish_reasons)} finish reasons and {len(texts)} texts"
         )
     sizes = lengths.tolist()  # few numbers: Python is faster than numpy
     if min(sizes, default=0) < 0 or sum(sizes) != len(token_ids) or len(logprobs) != len(token_ids):
@@ -211,7 +211,7 @@ def decode_group(group_id: int, payload: Buffer, rewards: Sequence[float], refer
 def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -> tuple[Completion, ...]:
     ends = np.cumsum([len(completion.token_ids) for completion in completions])
     if ends[-1] != len(logprobs):
-        raise WireError(f"{len(logprobs)} reference_logprobs, but the group has {ends[-1]} tokens")
+        raise WireError(f"there are {len(logprobs)} reference_logprobs, but the group has {ends[-1]} tokens")
     parts = np.split(logprobs, ends[:-1])
     return tuple(replace(c, reference_logprobs=part) for c, part in zip(completions, parts, strict=True))
 
@@ -236,7 +236,7 @@ def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> N
             raise WireError(f"{what}span {tuple(span)} does not follow token {position}")
         position = span.end
     if position != length:
-        raise WireError(f"{what}version spans end at {position}, but the tokens at {length}")
+        raise WireError(f"{what}version spans end at token {position}, but there are {length} tokens")
 
 
 MAX_ROW = 1 << 16

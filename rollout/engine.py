@@ -69,7 +69,7 @@ class SamplingParams:
             ),
         ):
             if not good:
-                raise InvalidInput(f"{name} is {getattr(self, name)!r:.200}, must be {allowed}")
+                raise InvalidInput(f"{name} is {getattr(self, name)!r:.200}, but must be {allowed}")
 
     @classmethod
     def from_spec(cls, generation: GenerationSection) -> SamplingParams:
@@ -138,8 +138,8 @@ class GenerationRequest:
         ids = self.given_ids
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise InvalidInput(
-                f"prompt and prefix have token ids from {ids.min()} to {ids.max()}, but the model knows 0 to "
-                f"{vocab_size - 1}; is it the model's own tokenizer?"
+                f"prompt and prefix have token ids from {ids.min()} to {ids.max()}, but the model has 0 to "
+                f"{vocab_size - 1}; check that the tokenizer is the model's own"
             )
         return min(len(self.prompt_ids) + self.params.max_new_tokens, max_tokens)
 
@@ -217,7 +217,7 @@ def check_prompt_length(num_tokens: int, max_tokens: int) -> None:
     within the `max_tokens` of both together."""
     if not 0 < num_tokens < max_tokens:
         raise (PromptTooLong if num_tokens else InvalidInput)(
-            f"the prompt has {num_tokens} tokens, must have 1 to {max_tokens - 1}: "
+            f"the prompt has {num_tokens} tokens, but must have 1 to {max_tokens - 1}: "
             "policy.max_total_sequence_length (or the model) bounds prompt and completion together"
         )
 
@@ -226,13 +226,13 @@ def check_scored_ids(token_ids: IntArray, max_tokens: int, vocab_size: int) -> N
     """Raise InvalidInput for tokens that `Engine.prompt_logprobs` does not accept."""
     if not 0 < len(token_ids) <= max_tokens:
         raise (PromptTooLong if len(token_ids) else InvalidInput)(
-            f"the text to score has {len(token_ids)} tokens, must have 1 to {max_tokens}: "
+            f"the text to score has {len(token_ids)} tokens, but must have 1 to {max_tokens}: "
             "policy.max_total_sequence_length (or the model) bounds it"
         )
     if token_ids.min() < 0 or token_ids.max() >= vocab_size:
         raise InvalidInput(
-            f"the text to score has token ids from {token_ids.min()} to {token_ids.max()}, but the model knows 0 to "
-            f"{vocab_size - 1}; is it the model's own tokenizer?"
+            f"the text to score has token ids from {token_ids.min()} to {token_ids.max()}, but the model has 0 to "
+            f"{vocab_size - 1}; check that the tokenizer is the model's own"
         )
 
 

@@ -59,7 +59,7 @@ class WeightLayout:
         for name, tensor in weights.items():
             if tensor.shape != self.shapes[name]:
                 raise InvalidInput(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is "
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, but the model's has "
                     f"{tuple(self.shapes[name])}; the old weights stay in use"
                 )
             if not isinstance(weights, HostWeights) and not is_finite(tensor):
@@ -166,7 +166,7 @@ class AdapterSlot:
             expected = (self._dim, layer.in_features), (layer.out_features, self._dim)
             if (tuple(a_RI.shape), tuple(b_OR.shape)) != expected:
                 raise InvalidInput(
-                    f"the adapter of {name!r} has shapes {tuple(a_RI.shape)} and {tuple(b_OR.shape)}, must be "
+                    f"the adapter of {name!r} has shapes {tuple(a_RI.shape)} and {tuple(b_OR.shape)}, but must have "
                     f"{expected[0]} and {expected[1]}; {KEPT}"
                 )
             if not (torch.isfinite(a_RI).all() and torch.isfinite(b_OR).all()):

@@ -105,7 +105,7 @@ class Gateway:
         path = f"{request.match_info['service']}/{request.match_info['method']}"
         method = self._methods.get(path)
         if method is None:
-            raise Refused("not_found", f"no call {path[:120]!r}; /openapi.json lists all calls")
+            raise Refused("not_found", f"there is no call {path[:120]!r}; /openapi.json lists all calls")
         if not method.only_reads and role < Role.OPERATOR:
             raise Refused("permission_denied", f"{method.path} changes state, and this key is read-only")
         message = await _message(request, method, read)
@@ -118,7 +118,7 @@ class Gateway:
         if self._streams >= MAX_STREAMS:
             raise Refused(
                 "resource_exhausted",
-                f"{self._streams} streams are open, the most at a time; close one, or try again later",
+                f"{self._streams} streams are open, and more are not allowed; close one, or try again later",
             )
         self._streams += 1
         response = web.StreamResponse(
@@ -149,7 +149,7 @@ def _named_token(request: web.Request) -> str:
 async def _message(request: web.Request, method: Method, read: Read) -> Any:
     # A web page can make a browser post plain text to a local port; JSON needs this server's consent (CORS).
     if request.content_type != "application/json":
-        raise Refused("invalid_argument", f"the content type is {request.content_type!r}, must be 'application/json'")
+        raise Refused("invalid_argument", f"content type {request.content_type!r} must be 'application/json'")
     try:
         text = (await read(request)).decode()
         message = method.request()

@@ -36,7 +36,7 @@ def decision_options(command: CommandT) -> CommandT:
                 default=0.05,
                 show_default=True,
                 type=click.FloatRange(0),
-                help="Further drop that the interval must exclude, else the outcome is undecided.",
+                help="The candidate passes only if the interval excludes a drop of --max-drop plus this value.",
             ),
             click.option("--seed", default=0, show_default=True, help="Seed of the confidence intervals."),
             click.option(

@@ -118,7 +118,7 @@ class UrlModel:
                 text += self._stop_string(choice)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise InvalidInput(
-                f"the service's answer has no completion ({error!r}); does it serve OpenAI's API?"
+                f"the service's answer has no completion ({error!r}); check that it serves OpenAI's API"
             ) from None
         nothing = np.empty(0)
         reason = str(choice.get("finish_reason") or "stop")

@@ -90,8 +90,8 @@ def _refuse(settings: dict[str, Any]) -> None:
             raise SpecError(f"{name} {settings[name]!r}: samples with images, audio or video cannot be trained")
     if settings.get("teachers"):
         raise SpecError(
-            "teachers: distillation here has one teacher with the student's tokenizer (distillation.teacher_model_name), "
-            "not several or with other tokenizers"
+            "teachers: distillation has one teacher (distillation.teacher_model_name) with the student's tokenizer, "
+            "not several teachers, and no other tokenizers"
         )
 
 
@@ -100,7 +100,7 @@ def _optimizer(done: Conversion) -> None:
         _schedule(done)
         return
     for name in [each for each in done.settings if each.startswith(("policy.optimizer", "policy.scheduler"))]:
-        done.leave_out(name, "policy.megatron_cfg is enabled, and its optimizer is used")
+        done.leave_out(name, "policy.megatron_cfg is enabled, so NeMo RL uses the optimizer of policy.megatron_cfg")
     section, schedule = f"{MEGATRON}optimizer.", f"{MEGATRON}scheduler."
     betas = done.take(f"{section}adam_beta1"), done.take(f"{section}adam_beta2")
     if None not in betas:
@@ -115,10 +115,10 @@ def _optimizer(done: Conversion) -> None:
             done.put("policy.scheduler.min_lr_ratio", round(float(lowest) / float(rate), 6))
     else:
         done.settings[f"{schedule}lr_decay_style"] = shape
-        done.leave_out(f"{schedule}lr_decay_style", "see policy.scheduler.name for the shapes")
+        done.leave_out(f"{schedule}lr_decay_style", "the key policy.scheduler.name lists the possible shapes")
     if warmup := done.take(f"{schedule}lr_warmup_iters"):
         done.put("policy.scheduler.warmup_steps", warmup)
-    done.leave_out(f"{schedule}lr_decay_iters", "a schedule ends with the run")
+    done.leave_out(f"{schedule}lr_decay_iters", "a schedule always ends with the run")
 
 
 def _schedule(done: Conversion) -> None:
@@ -144,7 +144,7 @@ def _schedule(done: Conversion) -> None:
             elif name == "LinearLR":
                 done.put("policy.scheduler.min_lr_ratio", float(given["end_factor"]))
         elif name:
-            done.left_out.append(f"policy.scheduler {name}: see policy.scheduler.name for the shapes")
+            done.left_out.append(f"policy.scheduler {name}: the key policy.scheduler.name lists the possible shapes")
 
 
 def _batch(done: Conversion) -> None:
@@ -200,7 +200,7 @@ def _data(done: Conversion, folder: Path) -> None:
     if done.algorithm == "sft" and (answer := first.get("output_key") or (found and found.answer)):
         done.put("data.completion_key", answer)
     if held_out and found and (held_out.prompt, held_out.answer) != (found.prompt, found.answer):
-        done.notes.append("data.validation has other columns than data.train; give both the same names")
+        done.notes.append("data.validation has other columns than data.train; give the columns of both the same names")
     _prompts(done, folder, first, str(column or "input"))
 
 
@@ -262,7 +262,7 @@ def _prompts(done: Conversion, folder: Path, first: dict[str, Any], column: str)
             continue
         path = next((each / str(given) for each in (folder, *folder.parents) if (each / str(given)).is_file()), None)
         if path is None:
-            done.notes.append(f"{key}: the text of {given}, which is not beside this file or above it; add it by hand")
+            done.notes.append(f"{key}: {given} is neither in this file's folder nor above it; add its text by hand")
             continue
         text = path.read_text(encoding="utf-8")
         done.put(key, _with_column(text, column) if name == "prompt_file" else text)
@@ -312,9 +312,9 @@ def _engine(done: Conversion) -> None:
         done.put("policy.generation.backend", backend)
     elif backend is not None:
         done.put("policy.generation.backend", "vllm")
-        done.notes.append(f"policy.generation.backend {backend!r} became vllm; the engines are native and vllm")
+        done.notes.append(f"policy.generation.backend {backend!r} became vllm; engines are native and vllm")
         for name in [each for each in done.settings if each.startswith(f"policy.generation.{backend}")]:
-            done.leave_out(name, "the engine is vllm")
+            done.leave_out(name, "the spec has the engine vllm, which does not read it")
     kwargs = done.settings.get("policy.generation.vllm_kwargs")
     if isinstance(kwargs, dict) and "max_num_seqs" in kwargs:
         others = {name: value for name, value in kwargs.items() if name != "max_num_seqs"}
@@ -387,7 +387,7 @@ def _value_model(done: Conversion) -> None:
     for name in ("lr", "weight_decay", "betas", "eps"):
         done.move(f"value.optimizer.kwargs.{name}", f"value.optimizer.{name}")
     for name in [each for each in done.settings if each.startswith("value.") and each not in done.used]:
-        done.leave_out(name, "the value model has model_name, optimizer, max_grad_norm, cliprange and gae_* (value)")
+        done.leave_out(name, "the section value has only model_name, optimizer, max_grad_norm, cliprange and gae_*")
 
 
 def _distillation(done: Conversion) -> None:

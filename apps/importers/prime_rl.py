@@ -28,7 +28,7 @@ OBJECTIVES = {
     "rae": "has a baseline for each agent of a game",
     "hierarchical_grpo": "compares proposers and solvers with their own kind",
     "opsd": "distills the policy with a demonstration in its prompt",
-    "sft": "trains on samples of a teacher that a server gives",
+    "sft": "trains on a teacher's samples, which a server provides",
 }
 """Maps each value of `algo.type` without a counterpart to a description of its effect."""
 GSM8K = {"dataset_name": "openai/gsm8k", "dataset_subset": "main"}
@@ -93,12 +93,12 @@ def _objective(done: Conversion) -> None:
     }
     if len(kinds) > 1:
         raise SpecError(
-            f"orchestrator.algo.type: one run has one algorithm here, this file has {', '.join(sorted(kinds))}"
+            f"orchestrator.algo.type: a run of Paceline has one algorithm, but this file has {', '.join(sorted(kinds))}"
         )
     kind = next(iter(kinds), "grpo")
     if kind in OBJECTIVES or kind not in ("grpo", "opd"):
         raise SpecError(
-            f"orchestrator.algo.type {kind!r} {OBJECTIVES.get(kind, 'is unknown')}; no objective here does that"
+            f"orchestrator.algo.type {kind!r} {OBJECTIVES.get(kind, 'is unknown')}; no objective of Paceline does that"
         )
     if kind == "opd":
         done.algorithm = "distillation"
@@ -113,7 +113,7 @@ def _objective(done: Conversion) -> None:
     loss = str(done.take("trainer.loss.type", "default"))
     if loss != "default":
         raise SpecError(
-            f"trainer.loss.type {loss!r}: no objective here is the same; loss_fn.preset lists those there are"
+            f"trainer.loss.type {loss!r}: no objective here is the same; loss_fn.preset lists the objectives"
         )
     done.put("loss_fn.preset", "dppo")
     done.move("trainer.loss.dppo_mask_low", "loss_fn.dppo_mask_low")

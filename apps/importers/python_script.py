@@ -191,7 +191,7 @@ class _Reader:
         if known := [name for name in own if name in CONFIGS]:
             return None, known[0]
         if own:
-            raise SpecError(f"{self._path}: {own[0]} has no counterpart; those of {', '.join(CONFIGS)} can be imported")
+            raise SpecError(f"{self._path}: {own[0]} has no counterpart; only {', '.join(CONFIGS)} can be imported")
         if not self._tree.body:
             raise SpecError(f"{self._path} has only comments; name the script that they point to")
         raise SpecError(f"{self._path} has none of {', '.join(CONFIGS)}; name the script or the recipe that has one")

@@ -180,13 +180,13 @@ def _objective(done: Conversion) -> None:
     elif kind in ("cispo", "sapo", "vespo", "luspo"):
         done.put("loss_fn.preset", kind)
     else:
-        done.leave_out("loss_type", "see loss_fn.preset for the objectives")
+        done.leave_out("loss_type", "the key loss_fn.preset lists the possible objectives")
     if done.settings.get("vllm_importance_sampling_correction") is False:
         done.put("loss_fn.truncated_importance_sampling_ratio", None)
         done.used |= {"vllm_importance_sampling_mode", "vllm_importance_sampling_cap"}
     done.take("vllm_importance_sampling_correction")
     done.notes.append(
-        "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; 0 gives TRL's order"
+        "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; 0 is TRL's order"
     )
 
 

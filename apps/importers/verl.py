@@ -103,7 +103,7 @@ def _objective(done: Conversion) -> None:
     if estimator in advantages:
         done.put("grpo.advantage", advantages[estimator])
     else:
-        done.leave_out("algorithm.adv_estimator", "see grpo.advantage for the estimators")
+        done.leave_out("algorithm.adv_estimator", "the key grpo.advantage lists the possible estimators")
     in_loss, in_reward = done.take(f"{ACTOR}.use_kl_loss"), done.take("algorithm.use_kl_in_reward")
     weight = done.take(f"{ACTOR}.kl_loss_coef", 0.001)
     reward_weight = done.take("algorithm.kl_ctrl.kl_coef", 0.001)
@@ -118,7 +118,7 @@ def _objective(done: Conversion) -> None:
     if mode in ("gspo", "cispo", "sapo"):
         done.put("loss_fn.preset", mode)
     elif mode != "vanilla":
-        done.leave_out(f"{ACTOR}.policy_loss.loss_mode", "see loss_fn.preset for the objectives")
+        done.leave_out(f"{ACTOR}.policy_loss.loss_mode", "the key loss_fn.preset lists the possible objectives")
 
 
 def _rewards(done: Conversion) -> None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
 """Errors after which the version is certainly not recorded. After any other error its files stay."""
 NAMELESS = (
-    "these files name no run: they were converted since, or come from elsewhere; their lineage rests on --run and --step "
-    "alone"
+    "these files name no run: they were converted after their export, or come from elsewhere; their lineage rests on "
+    "--run and --step alone"
 )
 
 

@@ -120,7 +120,7 @@ class Follower:
                     raise
                 except Exception as error:  # of any library, the network or the coordinator: all of it may pass
                     text = f"{type(error).__name__}: {error}"[:500]
-                    seldom.warning(name, "%s: %s cannot be sent to: %s; trying again", self._target.run_id, name, text)
+                    seldom.warning(name, "%s: sending to %s failed: %s; trying again", self._target.run_id, name, text)
                 if self.sent > before:
                     backoff.reset()
                 self.stop.wait(backoff.next_s())

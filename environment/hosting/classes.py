@@ -49,8 +49,8 @@ def load_class(named: str) -> type:
     if not callable(reset):
         methods = [key for key in vars(loaded) if not key.startswith("_")]
         raise InvalidInput(
-            f"environment.class: {name!r} in {path} has no method 'reset'{nearest('reset', methods)}; add it: it begins an episode, "
-            "and gets the columns of the row"
+            f"environment.class: {name!r} in {path} has no method 'reset'{nearest('reset', methods)}; add a method "
+            "`reset` that begins an episode and gets the columns of the row"
         )
     return loaded
 

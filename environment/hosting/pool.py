@@ -250,7 +250,7 @@ class Instance:
                 return await _call(self._code, self._slot, message, what, min(limit_s, time_left_s), self._deaths, lane)
             except EnvironmentFailed as error:
                 if time_left_s < limit_s and isinstance(error.__cause__, ProcessTimeout):
-                    raise TimeIsUp(f"the time was up while {what} ran") from None
+                    raise TimeIsUp(f"the episode's time limit passed while {what} ran") from None
                 raise
 
     def close(self) -> None:

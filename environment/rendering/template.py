@@ -114,7 +114,7 @@ class TemplateRendering(Rendering):
         if opening is None or not opened.endswith(opening):
             plain = self._render(history, tools, kwargs, opens=False)
             if not opened.startswith(plain):
-                raise InvalidInput("the template does not open the model's turn behind what it has written")
+                raise InvalidInput("the template does not open the model's turn after the text that it has written")
             opening = opened[len(plain) :]
             if len(self._openings) < MAX_OPENINGS:
                 self._openings[key] = opening

@@ -146,7 +146,7 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[Traini
             shape = None if group.rewards_CF is None else group.rewards_CF.shape
             raise InvalidInput(
                 f"group {group.group_id} has rewards of shape {shape}, "
-                f"expected ({group.num_samples}, {len(spec.rewards)})"
+                f"but must have ({group.num_samples}, {len(spec.rewards)})"
             )
         if group.rows is None:
             sequences += [

@@ -77,7 +77,7 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
     try:
         data = folder.read(CHECKPOINT_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        torn = "the folder has no manifest, so writing it was never finished"
+        torn = "the folder has no manifest, so the checkpoint was never completely written"
         reason = torn if folder.exists() else "no such folder"
         raise NotFound(f"no checkpoint at {folder}: {reason}") from error
     try:

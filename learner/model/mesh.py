@@ -74,6 +74,6 @@ def _fits_host(policy: PolicySection, device: torch.device, ranks: int) -> bool:
         return False
     needed = STATE_BYTES * shape.parameters
     room = state_room(ranks, torch.cuda.get_device_properties(device).total_memory)
-    text = "policy.parallel: the state of the model takes %s, and the GPUs of a host have room for %s"
+    text = "policy.parallel: the state of the model needs %s, but the GPUs of a host have room for %s"
     log.info(text, gigabytes(needed), gigabytes(room))
     return needed <= room

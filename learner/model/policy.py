@@ -185,7 +185,7 @@ def _build(
     head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise InvalidInput(
-            f"policy.model_name {name!r}: its head is not a plain matrix, as the learner requires; name another model"
+            f"policy.model_name {name!r}: its head is not a plain matrix, but the learner needs one; name another model"
         )
     if not model._supports_attention_backend:
         raise InvalidInput(

@@ -123,7 +123,7 @@ def _add_code(found: _Found) -> list[str]:
     for module in undeclared(others, spec.bundle.requirements):
         warnings.append(
             f"{others[module].name} imports {module!r}, which is neither beside it nor a dependency of Paceline; name it in "
-            "bundle.requirements, so that a worker without it reports that before the first group"
+            "bundle.requirements, so that a worker that lacks the module reports this before the first group"
         )
     return list(dict.fromkeys(warnings))
 
@@ -133,8 +133,8 @@ def _not_included(found: _Found, source: Path) -> list[str]:
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [
-        f"{source.name} names {text!r}, a file beside it that does not travel with the run; add it to bundle.include if the "
-        "code reads it"
+        f"{source.name} names {text!r}, a file in the same folder that does not travel with the run; add the file to "
+        "bundle.include if the code reads it"
         for text in sorted(literal_files(source))
         if source.parent / text not in included and not text.endswith(".py")
     ]
@@ -144,7 +144,7 @@ def _add_included(found: _Found) -> None:
     spec = found.spec
     if spec.bundle.include and not spec.folder:
         raise SpecError(
-            "bundle.include is relative to the spec's folder, and this spec has none; set the spec's key folder"
+            "bundle.include is relative to the spec's folder, but this spec has no folder; set the spec's key folder"
         )
     folder = Path(spec.folder)
     if spec.bundle.include and not folder.is_dir():

@@ -120,7 +120,7 @@ def _check(files: tuple[BundledFile, ...]) -> None:
             )
         if any(part in ("", ".", "..") for part in parts):
             raise InvalidInput(
-                f"a bundle has the path {file.path!r}, which leaves its folder; name a file below the spec's"
+                f"a bundle has the path {file.path!r}, which leaves its folder; name a file below the spec's folder"
             )
         if not 0 <= file.size <= MAX_SIZE or not is_digest(file.sha256):
             raise InvalidInput(

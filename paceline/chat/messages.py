@@ -36,4 +36,4 @@ class Message(BaseModel):
         try:
             return read_message({name: getattr(self, name) for name in self.model_fields_set})
         except DataError as fault:
-            raise Unsupported(f"messages has one {fault}", "messages") from None
+            raise Unsupported(f"messages has a message {fault}", "messages") from None

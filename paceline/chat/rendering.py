@@ -243,8 +243,8 @@ class ChatTemplate:
         probe = Probe(self.tokenizer, self.source, list(tools), template_kwargs)
         if tools and not self._proves("", "tools", probe.renders_tools):
             raise Unsupported(
-                "tools are given, which the chat template of this model does not render; remove them, or train a model whose "
-                "template does",
+                "the request has tools, but the chat template of this model does not render tools; remove them, or train a "
+                "model whose template renders tools",
                 "tools",
             )
         try:
@@ -324,8 +324,8 @@ def _in_order(messages: Sequence[Json]) -> list[Json]:
 def _not_rendered(role: str, name: str) -> Unsupported:
     what = f"the {name}" if name in ("content", BESIDE_CALLS) else repr(name)[:60]
     return Unsupported(
-        f"messages has {what} of one with the role {role!r:.60}, which the chat template of this model does not render; "
-        "remove it, or train a model whose template does",
+        f"a message with the role {role!r:.60} has {what}, but the chat template of this model does not render {what}; "
+        f"remove {what}, or train a model whose template does",
         "messages",
     )
 

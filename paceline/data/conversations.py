@@ -51,8 +51,8 @@ def encode_conversation(
     ids, spans = _with_stops(tokenizer, ids, spans, messages)
     if not spans:
         raise InvalidInput(
-            f"no token of the conversation {messages!r:.60} is the assistant's: it has no message of the assistant, or the "
-            "chat template's {% generation %} marks enclose none of them"
+            f"no token of the conversation {messages!r:.60} is the assistant's: the conversation has no message of the "
+            "assistant, or the chat template's {% generation %} marks enclose no such message"
         )
     mask = np.zeros(spans[-1][1], bool)
     for begin, end in spans:
@@ -78,7 +78,7 @@ def _by_prefixes(
         start, end = len(opened), len(closed)
         if opened != ids[:start] or closed != ids[:end] or start >= end:
             raise InvalidInput(
-                f"the chat template changes the messages before {message!r:.60} once later ones follow, "
+                f"the chat template changes the messages before {message!r:.60} once later messages follow, "
                 "so the assistant's tokens cannot be identified; use a template with {% generation %} marks, or "
                 "sft.loss_mask=completion"
             )
@@ -94,8 +94,8 @@ def _by_marks(
     belongs to the span only if its text before the mark is white space."""
     if not tokenizer.is_fast:
         raise InvalidInput(
-            f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot find: it has no "
-            "fast form that records the positions of characters; use a tokenizer with a tokenizer.json"
+            f"the chat template marks the assistant's tokens, but {type(tokenizer).__name__} cannot find them, because it "
+            "does not record the positions of characters; use a tokenizer with a tokenizer.json"
         )
     text, marked = _marked(tokenizer, messages, template_kwargs, tools)
     with refusals("the tokenizer", f"the messages {messages!r:.60}"):
@@ -193,7 +193,7 @@ def _refuse_endless(tokenizer: Any, ids: list[int], end: int, behind: int, stops
     shown = tokenizer.decode(ids[max(end - 4, 0) : min(end + 6, behind)], skip_special_tokens=False)
     names = ", ".join(sorted(map(repr, map(str, tokenizer.convert_ids_to_tokens(sorted(stops))))))
     raise InvalidInput(
-        f"the chat template lets the assistant's answer end without a token at which sampling stops ({names}) right behind it "
+        f"the chat template writes no token at which sampling stops ({names}) directly after the assistant's answer "
         f"(…{shown!r:.80}), so the model would never learn to stop; put the template's end of a turn within the "
         "{% generation %} marks, or name it in eos_token or policy.generation.stop_token_ids"
     )

@@ -164,7 +164,7 @@ def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
     best = [item for item in ordered if item["rank"] == ordered[0]["rank"]]
     if len(best) > 1:
         raise DataError(
-            f"{len(best)} completions have the best rank {best[0]['rank']}; exactly one can be the chosen one; "
+            f"{len(best)} completions have the best rank {best[0]['rank']}; only one of them can be the chosen completion; "
             "correct the ranks, or remove the row"
         )
     key = "context" if "context" in row else data.prompt_key
@@ -212,7 +212,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
         common += 1
     if common == 0 or any(len(conversation) == common for conversation in whole):
         raise DataError(
-            f"{data.chosen_key!r} and {data.rejected_key!r} must begin with the same messages and then to "
+            f"{data.chosen_key!r} and {data.rejected_key!r} must begin with the same messages and then "
             "differ; correct or remove the row"
         )
     return chosen[:common], chosen[common:], [conversation[common:] for conversation in rejected]
@@ -270,7 +270,7 @@ def continuing(prompt: Any, completion: Any) -> Any:
     if len(completion) > 1 or completion[0].get("tool_calls") or not isinstance(text, str):
         raise DataError(
             f"the prompt ends with the assistant's message {prompt[-1]['content']!r:.60}, which the completion continues, so "
-            "the completion must be text or one message with text alone; move the beginning into the completion"
+            "the completion must be text or one message with text alone; move that message into the completion"
         )
     return text
 

@@ -23,14 +23,14 @@ FORMS = {
 }
 """For each form of an algorithm's examples, the kinds of rows that can be read."""
 READERS = {
-    "language modeling": "sft reads it",
-    "prompt-only": "algorithms that sample read it, such as grpo",
-    "prompt-completion": "sft reads it",
-    "preference": "dpo, orpo, rm and kto read it",
-    "ranked completions": "dpo, orpo and rm read it",
-    "unpaired preference": "kto reads it",
-    "stepwise supervision": "no algorithm reads it: write a row for each prompt and its completion, with one label (kto)",
-    "traces": "offline_grpo reads them",
+    "language modeling": "sft reads this format",
+    "prompt-only": "algorithms that sample, such as grpo, read this format",
+    "prompt-completion": "sft reads this format",
+    "preference": "dpo, orpo, rm and kto read this format",
+    "ranked completions": "dpo, orpo and rm read this format",
+    "unpaired preference": "kto reads this format",
+    "stepwise supervision": "no algorithm reads this format: write a row for each prompt and its completion, with one label (kto)",
+    "traces": "offline_grpo reads traces",
 }
 """For each kind of rows, a clause with the algorithms that read it, or with the remedy if no algorithm reads it."""
 
@@ -115,7 +115,7 @@ def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str
     if keys is not data:
         text = text.replace("TRL's prompt-completion", "NeMo RL's prompt-response (input, output)")
     if form == "labeled_completion" and found.kind == "preference":
-        text += "; each pair is two examples, the chosen completion a good one and the rejected one a bad one"
+        text += "; each pair becomes two examples: the chosen completion with the label good, the rejected one with the label bad"
     if form is None and found.kind != "prompt-only":
-        text += f"; {keys.prompt_key!r} is sampled from, the other columns go to the reward functions"
+        text += f"; the model completes the prompts of {keys.prompt_key!r}, and the reward functions get the other columns"
     return text

@@ -101,7 +101,7 @@ def _file(name: str, field: str, check: Check | None) -> Rows:
                 return open_table("arrow", name, None, field)
     except OSError as error:
         raise Unreadable(f"{field}: {name!r} cannot be read: {error.strerror}") from None
-    raise DataError(f"{field}: {name!r} is a file of a kind that cannot be read; the kinds are {', '.join(FILE_KINDS)}")
+    raise DataError(f"{field}: {name!r} is a file of a kind that cannot be read; the kinds that can be read are {', '.join(FILE_KINDS)}")
 
 
 def _check_table(rows: TableRows, check: Check, where: str) -> None:
@@ -153,7 +153,7 @@ def _lines(path: Path, *, header: bool = False) -> Iterator[tuple[int, list[str]
                     )
                 yield reader.line_num, cells
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error}); fix the line") from None
+            raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error}); correct the line") from None
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path}, after line {reader.line_num}: not UTF-8 ({error.reason}); save the file as UTF-8"

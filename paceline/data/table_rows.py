@@ -46,8 +46,8 @@ def need_table_packages(what: str) -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise InvalidInput(
-            f"{what} needs {' and '.join(missing)}, which this installation leaves out; take the image "
-            "paceline-coordinator-tables (for commands paceline-cli-tables), install what is missing, or use JSONL or CSV"
+            f"{what} needs {' and '.join(missing)}, which this installation does not have; use the image "
+            "paceline-coordinator-tables (for commands: paceline-cli-tables), install the packages, or use JSONL or CSV"
         )
 
 
@@ -120,7 +120,7 @@ def _loaded(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if builder:
             raise Unreadable(
-                f"{field}: {name!r} cannot be read as a table: {reason}; write the file anew, or as JSONL"
+                f"{field}: {name!r} cannot be read as a table: {reason}; write the file again, or write it as JSONL"
             ) from None
         remedy = "" if Path(name).is_file() else f"; {hub_remedy(name)}"
         raise Unreadable(f"cannot load the data set {name!r}: {reason}{remedy}") from None
@@ -280,7 +280,7 @@ class StreamedRows:
                     raise DataError(f"the stream {self._name!r}, {faults[0]}") from None
         if faults:
             log.warning(
-                "%d of %d rows of the stream %r cannot be used, and others of their block are drawn instead; the first is %s",
+                "%d of %d rows of the stream %r cannot be used, so other rows of their block are drawn; the first fault: %s",
                 len(faults),
                 len(rows),
                 self._name,

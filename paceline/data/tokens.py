@@ -88,7 +88,7 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
     ids |= frozenset(() if own is None else (own,))
     if not ids:
         raise InvalidInput(
-            "the tokenizer has no end of sequence, so no completion could end; set eos_token in its tokenizer_config.json"
+            "the tokenizer has no token for the end of a sequence, so no completion could end; set eos_token in its tokenizer_config.json"
         )
     return ids
 
@@ -111,8 +111,8 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
         differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
         raise InvalidInput(
             f"distillation.teacher_model_name {teacher.model_name!r} has another tokenizer than the student (first "
-            f"differing token {differing[0]!r}); its probabilities would be of other tokens. Take a teacher of the same "
-            "family"
+            f"differing token {differing[0]!r}); the probabilities of the teacher would be of other tokens. Take a teacher of the "
+            "student's family"
         )
 
 
@@ -125,8 +125,8 @@ def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
     for token, token_id in sorted(outside.items(), key=lambda item: item[1]):
         if token not in added or token in written:
             raise InvalidInput(
-                f"{what}: its tokenizer gives {token!r} the id {token_id}, and its embedding has {num_rows} rows; name the "
-                "model's own tokenizer, or add rows with transformers' resize_token_embeddings and save the model again"
+                f"{what}: the tokenizer gives {token!r} the id {token_id}, but the model's embedding has {num_rows} rows; name "
+                "the model's own tokenizer, or add rows with transformers' resize_token_embeddings and save the model again"
             )
 
 
@@ -223,8 +223,8 @@ def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: To
             "message of the user or a tool, or with the beginning of the answer as text"
         )
     rewritten = InvalidInput(
-        f"the prompt ends with the message {content!r:.60} of the assistant, which the chat template changes, so it "
-        "cannot be continued; end the prompt with the message before it, or use another template"
+        f"the prompt ends with the message {content!r:.60} of the assistant, which the chat template changes, so that "
+        "message cannot be continued; end the prompt with the message before it, or use another template"
     )
     kept = content.strip()
     if not kept:  # nothing shows where the message ends: the opening of an answer
@@ -406,7 +406,7 @@ def encode_for_scoring(
     ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template, template_kwargs, tools, stops=stops))
     kept = (ids != padding_token_id(tokenizer)).nonzero()[0]
     if len(kept) == 0:
-        raise InvalidInput(f"the text {prompt!r:.60} consists of padding; there is nothing to score")
+        raise InvalidInput(f"the text {prompt!r:.60} consists of padding alone; there is nothing to score")
     return ids[: int(kept[-1]) + 1]
 
 

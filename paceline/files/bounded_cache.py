@@ -276,8 +276,8 @@ def open_copies(
             copied = copied if key is None else plain_size(copied)
             if expected is not None and copied != expected:
                 raise Unavailable(
-                    f"{copied} bytes of {name} arrived, but the store reported {expected}; another process is writing "
-                    "it, or the connection broke: retry"
+                    f"{copied} bytes of {name} arrived, but the store reported {expected} bytes; another process is "
+                    "writing the file, or the connection broke: retry"
                 )
         (folder / RECORD).write_text(json.dumps({name: _mark(folder / name, hashed_bytes) for name in entries}))
 

@@ -32,7 +32,7 @@ GATHERED_LAYERS = 2
 
 REMEDIES = (
     "policy.activation_checkpointing=full, policy.optimizer.state_dtype=bfloat16, a smaller policy.train_mb_tokens or "
-    "policy.lora_cfg.enabled=true take less"
+    "policy.lora_cfg.enabled=true need less memory"
 )
 
 

@@ -204,8 +204,8 @@ def refusal(spec: RunSpec, shape: ModelShape, room: Room) -> str:
     assert full.room_bytes is not None
     largest = max(full.parts, key=lambda name: full.parts[name])
     text = (
-        f"{full.device} has {gigabytes(full.room_bytes)} for an estimated {gigabytes(full.bytes)}, of which "
-        f"{gigabytes(full.parts[largest])} {largest}"
+        f"{full.device} has {gigabytes(full.room_bytes)}, but needs an estimated {gigabytes(full.bytes)}, of which "
+        f"{gigabytes(full.parts[largest])} are for {largest}"
     )
     settings = remedies(spec, shape, room)
     if not settings:
@@ -361,7 +361,7 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
         why = "the model's config.json is not on this machine" if shape is None else "cluster.gpu_gb is not set"
         chosen, tokens = kinds[-1], usual
     else:
-        why = f"{gigabytes(room_bytes)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"
+        why = f"a {'GPU' if on_gpus(spec)[0] else 'host'} has room for {gigabytes(room_bytes)}"
 
         def fits(kind: str, tokens: int) -> bool:
             tried = {
@@ -378,7 +378,7 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
         changed["policy.activation_checkpointing"] = chosen
     if is_auto[1]:
         changed["policy.train_mb_tokens"] = tokens
-    notes = [f"{key} is {value}: auto, for {why}" for key, value in changed.items()]
+    notes = [f"{key} is {value}, chosen by auto: {why}" for key, value in changed.items()]
     return with_keys(spec, changed), notes
 
 

@@ -155,7 +155,7 @@ def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
         faults = "; ".join(str(error).splitlines())
         raise SpecError(
             f"this version of Paceline cannot read the spec of run {run_id}: {faults}. Use the version that accepted the "
-            f"run, or end it with `paceline cancel {run_id}`"
+            f"run, or end the run with `paceline cancel {run_id}`"
         ) from None
 
 
@@ -195,7 +195,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise SpecError(f"override {override!r} must look like section.key=value")
     if dotted.startswith(("+", "~")):
         raise SpecError(
-            f"override {override!r} has Hydra's {dotted[0]!r}; write it without, as {dotted.lstrip('+~')}={raw}"
+            f"override {override!r} has Hydra's {dotted[0]!r}; write it without the prefix, as {dotted.lstrip('+~')}={raw}"
         )
     keys = dotted.split(".")
     try:

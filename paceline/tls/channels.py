@@ -141,7 +141,7 @@ def _fault_without_tls(address: str, connection: socket.socket) -> str:
 
 def _fault(address: str, host: str, connection: socket.socket, material: Material, path: Path) -> str:
     if material.certificate and (presented := read_certificate(material.certificate)).left_s < 0:
-        return f"this process's certificate {path / 'tls.crt'} has expired on {presented.ends:%Y-%m-%d %H:%M} UTC; renew it"
+        return f"this process's certificate {path / 'tls.crt'} expired on {presented.ends:%Y-%m-%d %H:%M} UTC; renew it"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.sslsocket_class = ResetSafeSocket
     context.load_verify_locations(cadata=material.authority.decode())

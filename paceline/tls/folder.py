@@ -58,7 +58,7 @@ class TlsFolder:
                 except InvalidInput as error:
                     if self._read is None:
                         raise
-                    self._trouble.warning("kept", "%s; the certificates read before stay in use", error)
+                    self._trouble.warning("kept", "%s; the certificates that were read earlier stay in use", error)
             return self._read
 
     def _load(self) -> Material:

@@ -60,8 +60,8 @@ def builtin(name: str) -> Callable[..., Any]:
     if name in BUILTIN_FUNCTIONS:
         return BUILTIN_FUNCTIONS[name]
     raise InvalidInput(
-        f"reward function {name!r} is not built in{nearest(name, BUILTIN_FUNCTIONS)}; built in are "
-        f"{', '.join(sorted(BUILTIN_FUNCTIONS))}; your own is named path/to/file.py:function"
+        f"reward function {name!r} is not built in{nearest(name, BUILTIN_FUNCTIONS)}; the built-in functions are "
+        f"{', '.join(sorted(BUILTIN_FUNCTIONS))}; name your own function as path/to/file.py:function"
     )
 
 

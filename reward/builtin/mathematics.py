@@ -83,14 +83,14 @@ def gold_warnings(rewards: Iterable[RewardFunctionSection], field: str, rows: It
         if reasons := [reason for answer, reason in answers if answer is None]:
             found.append(
                 f"math_accuracy gives no score to {len(reasons):,} of the first {len(checked):,} rows of {field} "
-                f"({len(reasons) / len(checked):.1%}), which get no reward from it: {reasons[0]}; correct the column {column!r} of "
-                "these rows or leave them out"
+                f"({len(reasons) / len(checked):.1%}), so they get no reward from it: {reasons[0]}; correct the column "
+                f"{column!r} of these rows or leave them out"
             )
         words = [answer for answer, _ in answers if answer is not None and not holds_value(answer)]
         if 2 * len(words) > len(checked):
             found.append(
                 f"math_accuracy compares the column {column!r} of {len(words):,} of the first {len(checked):,} rows of {field} as words, "
-                f"like {words[0][:80]!r}: an answer is right only if it is the same words; check answer_column"
+                f"like {words[0][:80]!r}: an answer is right only if it has the same words; check answer_column"
             )
     return found
 

@@ -163,7 +163,7 @@ def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
     if calls[0]:
         names = {name for row in rows if (name := row.get("fn_name") or _function_of(row.get("metadata")))}
         if len(names) > 1:
-            raise InvalidInput(f"the tests call {len(names)} functions, {sorted(map(str, names))[:3]}; write one")
+            raise InvalidInput(f"the tests call {len(names)} functions, {sorted(map(str, names))[:3]}; test one")
         function = _checked_function(next(iter(names), entry_point))
         return Calls(function, *_calls(rows, wrapped=of_lists))
     pairs = tuple((_text(row["input"]), _text(row["output"])) for row in rows)

@@ -113,14 +113,14 @@ class CodeSettings(Section):
             raise InvalidInput(
                 f"{num_completions} programs of up to total_time_s {self.total_time_s:g}, {self.parallel} at a time (parallel), "
                 f"may take {longest_s:.0f} s, but timeout_s of the function is {timeout_s:g}; raise timeout_s "
-                "to that, or change total_time_s or parallel"
+                f"to {longest_s:.0f}, or change total_time_s or parallel"
             )
 
     @model_validator(mode="after")
     def _check(self) -> CodeSettings:
         if (self.sandbox == "remote") != (self.url is not None):
             raise ValueError(
-                "sandbox remote needs its url, as in url: http://sandbox:8080"
+                "sandbox remote needs the setting url, such as url: http://sandbox:8080"
                 if self.url is None
                 else f"url {self.url!r} is for sandbox remote, but sandbox is {self.sandbox}"
             )

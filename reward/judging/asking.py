@@ -78,8 +78,8 @@ class Panel:
                         tasks.create_task(ask(index, vote))
         except TimeoutError:
             fault = EndpointUnavailable(
-                f"{self._settings.endpoint.base_url} left {missing} of {len(questions) * self._settings.votes} answers open "
-                f"after {deadline_s:g} s; a longer timeout_s of the function allows more"
+                f"{self._settings.endpoint.base_url} did not give {missing} of {len(questions) * self._settings.votes} "
+                f"answers within {deadline_s:g} s; a larger timeout_s of the function allows more time"
             )
         except ExceptionGroup as group:
             fault = _first(group)

@@ -90,8 +90,8 @@ class ModelProcess:
                 reply = await self.shared.start(LOAD_TIMEOUT_S)
             except (ProcessTimeout, ProcessDied) as error:
                 raise Unavailable(
-                    f"the process of the reward model {error} while it loaded the model; memory_mb of its function may be too "
-                    "small"
+                    f"the process of the reward model {error} while it loaded the model; memory_mb of the reward "
+                    "function may be too small"
                 ) from None
             if "refused" in reply:
                 await self.shared.close()

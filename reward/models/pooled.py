@@ -118,8 +118,8 @@ class PooledScorer:
             tensor = torch.empty(0)
         if tuple(tensor.shape) != shape:
             raise InvalidInput(
-                f"the server of the reward model {self.version} answers outputs of shape {list(tensor.shape)}, not "
-                f"{list(shape)}; is it the model of path {self._settings.path!r}?"
+                f"the server of the reward model {self.version} returns outputs of shape {list(tensor.shape)}, not "
+                f"{list(shape)}; check that it is the model of path {self._settings.path!r}"
             )
         if isinstance(self._settings, ProcessModelSettings):
             values = chances_at_steps(tensor[text.places], self._settings)

@@ -159,10 +159,10 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
     )
     if isinstance(settings, ProcessModelSettings):
         if not fits or (config.num_labels > 1 and settings.positive_label >= config.num_labels):
-            raise InvalidInput(f"{named}; process_reward_model takes a token classification that has positive_label")
+            raise InvalidInput(f"{named}; process_reward_model needs token classification with positive_label")
     elif not fits or config.num_labels != 1:
         raise InvalidInput(
-            f"{named}; reward_model takes a sequence classification with one output, as `paceline rm` exports it"
+            f"{named}; reward_model needs sequence classification with one output, as `paceline rm` exports it"
         )
 
 

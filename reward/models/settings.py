@@ -45,7 +45,7 @@ class ModelSettings(Section):
             if self.endpoint is not None and value != type(self).model_fields[name].default:
                 raise ValueError(
                     f"{name} {value!r} is for a model that the worker loads, but endpoint names a server; "
-                    "set it on the server"
+                    f"set {name} on the server"
                 )
         return self
 
@@ -78,7 +78,7 @@ def rewards_of(reply: dict[str, Any], settings: ModelSettings, num_completions: 
     """Return [C] scale · (score - offset), the scores of steps combined; None without a score. Raises InvalidInput."""
     scores = reply.get("scores")
     if not isinstance(scores, list) or len(scores) != num_completions:
-        raise InvalidInput(f"did not get a score for each of {num_completions} completions from its model")
+        raise InvalidInput(f"did not get a score of the reward model for each of the {num_completions} completions")
     return [_reward(values, settings) for values in scores]
 
 
@@ -106,7 +106,7 @@ def _reward(values: Any, settings: ModelSettings) -> float | None:
     if values is None:
         return None
     if not isinstance(values, list) or not values or not all(_is_finite(value) for value in values):
-        raise InvalidInput("got something other than a list of finite scores from its model")
+        raise InvalidInput("got something other than a list of finite scores from the reward model")
     score = reduced(values, settings.reduce) if isinstance(settings, ProcessModelSettings) else values[0]
     return settings.scale * (score - settings.offset)
 

@@ -38,7 +38,7 @@ class BwrapSandbox:
         self._bwrap = found
         options = subprocess.run([found, "--help"], capture_output=True, text=True, timeout=10, check=False).stdout
         if missing := [option for option in NEEDED if option not in options]:
-            raise SandboxFailed(f"{found} has no {missing[0]}, version 0.8 or newer is needed")
+            raise SandboxFailed(f"{found} has no {missing[0]}; version 0.8 or newer is needed")
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
         check_request(argv, files, stdin)

@@ -44,7 +44,7 @@ class LandlockSandbox:
         self._readable = readable
         self._abi = landlock_abi()
         if self._abi < MIN_ABI:
-            raise SandboxFailed(f"Landlock of this kernel is ABI {self._abi}, at least {MIN_ABI} is needed (Linux 6.2)")
+            raise SandboxFailed(f"Landlock of this kernel is ABI {self._abi}, but needed is {MIN_ABI} (Linux 6.2)")
         if platform.machine() not in ARCHITECTURES:
             raise SandboxFailed(f"system calls of {platform.machine()} are not filtered by this version")
 
@@ -97,7 +97,7 @@ def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str |
         raise InvalidInput(f"sandbox {name!r} is none of {', '.join(NAMES)}")
     if (name == "remote") != (url is not None):
         raise InvalidInput(
-            "sandbox remote needs its url, as in url: http://sandbox:8080"
+            "sandbox remote needs the setting url, such as url: http://sandbox:8080"
             if url is None
             else f"url {url!r} is for sandbox remote, but sandbox is {name}"
         )
@@ -187,7 +187,7 @@ MEANS = {
     "landlock": {
         "files": "Landlock ABI {abi}: reads the interpreter, writes its folder; sees names and sizes outside",
         "network": SOCKETS,
-        "processes": "one with threads, which can signal itself alone (filter of system calls)",
+        "processes": "one process with threads, which can signal itself alone (filter of system calls)",
         "memory limit": "address space (RLIMIT_AS)",
     },
 }
@@ -227,8 +227,8 @@ def describe_kernel(cpuinfo: Path = Path("/proc/cpuinfo"), log: Callable[[], byt
     except OSError:
         flags = []
     if any("hypervisor" in line for line in flags):
-        return "shared with all of this virtual machine: a bug of it ends at the hypervisor"
-    return "shared with the host: a bug of it is not contained; docs/use/sandbox.md names gVisor and Kata"
+        return "shared with all of this virtual machine: the hypervisor contains a bug of the kernel"
+    return "shared with the host: nothing contains a bug of the kernel; docs/use/sandbox.md names gVisor and Kata"
 
 
 def _kernel_log() -> bytes:

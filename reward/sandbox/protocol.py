@@ -112,6 +112,6 @@ def check_request(argv: Sequence[str], files: Mapping[str, bytes], stdin: bytes)
     size_bytes = len(stdin) + sum(map(len, files.values()))
     if size_bytes > MAX_INPUT_BYTES or len(files) > 256:
         raise InvalidInput(
-            f"{len(files)} files and an input of {size_bytes} bytes together; a sandboxed program gets at most 256 files "
-            f"and {MAX_INPUT_BYTES} bytes"
+            f"a sandboxed program got {len(files)} files and {size_bytes} bytes of input, but may get at most 256 "
+            f"files and {MAX_INPUT_BYTES} bytes"
         )

@@ -313,7 +313,7 @@ def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
             loop.call_soon_threadsafe(_set_all, items)
         except RuntimeError:
             # The loop was closed, so no caller waits any more.
-            log.debug("%d answers were dropped, because their loop is closed", len(items))
+            log.debug("%d answers were dropped, because the event loop that waits for them is closed", len(items))
 
 
 def _set_all(items: list[tuple[asyncio.Future[Any], Any]]) -> None:

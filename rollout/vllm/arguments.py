@@ -29,7 +29,7 @@ def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise InvalidInput(
             "policy.generation.backend is 'vllm', but vLLM is not installed here; `pip install 'paceline[vllm]'` brings "
-            "it for GPUs, docs/use/vllm.md tells how to get it for CPUs, and backend 'native' needs nothing"
+            "it for GPUs, docs/use/vllm.md describes vLLM for CPUs, and backend 'native' needs no vLLM"
         )
     if not sys.platform.startswith("linux"):
         raise InvalidInput(
@@ -45,8 +45,8 @@ def engine_arguments(
     policy, generation = spec.policy, spec.policy.generation
     if generation.temperature < LOWEST_TEMPERATURE:
         raise InvalidInput(
-            f"policy.generation.temperature is {generation.temperature}, but vLLM samples at {LOWEST_TEMPERATURE} or above "
-            "only: the ratios would be wrong; raise it, or use backend 'native'"
+            f"policy.generation.temperature is {generation.temperature}, but vLLM samples only at {LOWEST_TEMPERATURE} "
+            "or above, so the importance ratios would be wrong; raise the temperature, or use backend 'native'"
         )
     settings, on_cpu = generation.vllm_cfg, device == "cpu"
     arguments: dict[str, Any] = {

@@ -220,7 +220,7 @@ class VllmEngine:
                 self._updates.label = label_of(self._first)
                 self.version = self._first
             self._guard.started()
-            log.info("vLLM is up: room for %d tokens, %d sequences", kv_tokens, self.max_batch_size)
+            log.info("vLLM has started, with room for %d tokens and %d sequences", kv_tokens, self.max_batch_size)
             self._thread.started.set_result(None)
             while not self._thread.closing:
                 if self._llm.errored:

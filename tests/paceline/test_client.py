@@ -122,7 +122,7 @@ def test_a_bad_spec_is_refused_before_it_is_sent(client: Client, spec_path: Path
     before = len(client.runs())
     with pytest.raises(SpecError, match="did you mean 'max_num_steps'"):
         client.submit(spec_path, ["grpo.max_num_step=5"])
-    with pytest.raises(InvalidInput, match="overrides go with a spec's file"):
+    with pytest.raises(InvalidInput, match="overrides are only for the file of a spec"):
         client.submit(load_spec(spec_path), ["grpo.max_num_steps=5"])
     assert len(client.runs()) == before
 

@@ -24,7 +24,7 @@ def test_one_kind_is_written_once_a_second_with_the_number_left_out(
     assert [record.getMessage() for record in caplog.records] == [
         "a said 1",
         "b said 2",
-        "a said 3 (and 4 more since the last such line)",
+        "a said 3 (and 4 more since this message was last logged)",
     ]
 
 

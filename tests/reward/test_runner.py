@@ -155,7 +155,7 @@ async def test_a_process_that_gets_no_processor_says_nothing_about_the_group(
     os.kill(pid, signal.SIGSTOP)
     failure = failure_of(await score_two(runner))
     assert failure.kind == "unavailable"
-    assert "of a processor in the second half" in failure.message
+    assert "of processor time in the second half" in failure.message
     kinds = []
     while len(kinds) < 10 and kinds[-1:] != ["timeout"]:  # a busy machine may starve it again
         kinds.append(failure_of(await score_two(runner)).kind)

@@ -186,7 +186,7 @@ async def test_the_models_length_ends_a_completion(engine: Engine) -> None:
     ("request_", "message"),
     [
         (ask("a", prompt=np.empty(0, np.int32)), "0 tokens"),
-        (ask("a", prompt=np.ones(4096, np.int32)), "4096 tokens, must have 1 to 4095"),
+        (ask("a", prompt=np.ones(4096, np.int32)), "4096 tokens, but must have 1 to 4095"),
         (ask("a", prompt=np.array([1, 23], np.int32)), "1 to 23"),
         (ask("a", prefix=Completion(np.ones(1, np.int32), np.zeros(1, np.float32), (), "abort")), "spans"),
         (ask("a", prefix=Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "stop")), "'stop'"),

@@ -317,7 +317,7 @@ class _Parts:
             if byte < 0x80:
                 self._rest = self._rest[index + 1 :]
                 return number
-        raise ValueError("a number does not end")
+        raise ValueError("a coded number does not end")
 
     def part(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]

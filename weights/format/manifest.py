@@ -91,7 +91,7 @@ class WeightManifest:
         end = 0
         for name, dtype, shape, same_as in tensors:
             if dtype not in DTYPE_BYTES:
-                raise ValueError(f"tensor {name!r} is {dtype}; only {', '.join(DTYPE_BYTES)} can travel")
+                raise ValueError(f"tensor {name!r} is {dtype}; only {', '.join(DTYPE_BYTES)} can be sent")
             if name in entries:
                 raise ValueError(f"tensor {name!r} is listed twice")
             entry = TensorEntry(name, dtype, tuple(shape), _aligned(end), "")
@@ -141,7 +141,7 @@ class WeightManifest:
         try:
             document = json.loads(data)
             if document["format"] != FORMAT:
-                raise WireError(f"weight manifest has format {document['format']!r}, this Paceline reads {FORMAT}")
+                raise WireError(f"weight manifest has format {document['format']!r}, but this Paceline reads {FORMAT}")
             manifest = cls(
                 tuple(_entry(raw) for raw in document["tensors"]),
                 _count(document["total_bytes"]),
@@ -162,17 +162,17 @@ class WeightManifest:
         for entry in self.entries:
             if entry.offset % ALIGNMENT_BYTES or entry.offset + entry.num_bytes > self.total_bytes:
                 raise WireError(
-                    f"weight manifest puts tensor {entry.name!r} at {entry.offset} + {entry.num_bytes} bytes "
+                    f"weight manifest puts tensor {entry.name!r} of {entry.num_bytes} bytes at byte {entry.offset} "
                     f"of {self.total_bytes}"
                 )
         # A gap of the sender's choosing would let a small model claim any amount of memory.
         needed = sum(_aligned(entry.num_bytes) for entry in self.entries)
         if self.total_bytes > needed:
-            raise WireError(f"weight manifest asks for {self.total_bytes} bytes, its tensors need {needed}")
+            raise WireError(f"weight manifest asks for {self.total_bytes} bytes, but its tensors need {needed}")
         if self.total_bytes > MAX_BUCKETS * self.bucket_bytes:
             raise WireError(
-                f"weight manifest cuts {self.total_bytes} bytes into buckets of {self.bucket_bytes}; at most {MAX_BUCKETS} "
-                "are received"
+                f"weight manifest cuts {self.total_bytes} bytes into buckets of {self.bucket_bytes} bytes; at most "
+                f"{MAX_BUCKETS} buckets are received"
             )
         if layout_hash != self.layout_hash:
             raise WireError(

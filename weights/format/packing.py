@@ -37,7 +37,7 @@ def check_fits(size_bytes: int) -> None:
 
     memory_bytes = psutil.virtual_memory().total
     if size_bytes > memory_bytes:
-        raise WireError(f"a version of {size_bytes} bytes is offered, and this host has {memory_bytes} bytes of memory")
+        raise WireError(f"a version of {size_bytes} bytes is offered, but this host has {memory_bytes} bytes of memory")
 
 
 def empty_flat(manifest: WeightManifest) -> torch.Tensor:

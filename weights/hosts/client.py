@@ -75,7 +75,7 @@ class RelayClient:
         """Send a request. Raises Unavailable if there is no connection; `on_connected` is called once there is one."""
         connection = self._connection
         if connection is None or self._identity is None:
-            raise Unavailable("there is no relay on this host at the moment; it is being started")
+            raise Unavailable("there is no relay on this host yet; a relay is being started")
         connection.send(request)
 
     def close(self) -> None:

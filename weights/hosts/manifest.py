@@ -87,7 +87,7 @@ def check_owned(owned: Sequence[Owned], layout: WeightManifest) -> None:
     for one in owned:
         if not end <= one.begin < one.end <= layout.total_bytes or one.source < 0:
             raise WireError(
-                f"the range of bytes {one.begin} to {one.end} of {layout.total_bytes} comes after byte {end}"
+                f"the range of bytes {one.begin} to {one.end} is not between byte {end} and byte {layout.total_bytes}"
             )
         end = one.end
     index = 0
@@ -154,7 +154,7 @@ class HostManifest:
         try:
             document = json.loads(data)
             if document["format"] != FORMAT:
-                raise WireError(f"the manifest has format {document['format']!r}, this Paceline reads {FORMAT}")
+                raise WireError(f"the manifest has format {document['format']!r}, but this Paceline reads {FORMAT}")
             algorithm = document["algorithm"]
             if algorithm not in DIGEST_BYTES:
                 raise WireError(f"the pieces have digests of {algorithm!r}; use one of {', '.join(DIGEST_BYTES)}")
@@ -177,7 +177,7 @@ class HostManifest:
         if self.layout.total_bytes // self.layout.bucket_bytes * max(1, self.sources) > MAX_PIECES:
             raise WireError(
                 f"the manifest cuts {self.layout.total_bytes} bytes of {self.sources} hosts into buckets of "
-                f"{self.layout.bucket_bytes}; at most {MAX_PIECES} pieces are received"
+                f"{self.layout.bucket_bytes} bytes; at most {MAX_PIECES} pieces are received"
             )
         if self.digests and len(self.digests) != len(self.pieces):
             raise WireError(f"the manifest has {len(self.digests)} digests for {len(self.pieces)} pieces")

@@ -121,8 +121,8 @@ class Reading:
     def _check(self, manifest: HostManifest) -> None:
         if (manifest.run_id, manifest.version) != (self._plan.run_id, self.version) or not manifest.digests:
             raise WireError(
-                f"the plan is for version {tuple(self.version)} of run {self._plan.run_id!r}, its manifest for "
-                f"{tuple(manifest.version)} of {manifest.run_id!r} with {len(manifest.digests)} digests"
+                f"the plan is for version {tuple(self.version)} of run {self._plan.run_id!r}, but its manifest is for "
+                f"{tuple(manifest.version)} of {manifest.run_id!r} and has {len(manifest.digests)} digests"
             )
 
     def _memory(self, manifest: HostManifest) -> HeldVersion | None:

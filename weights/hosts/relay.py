@@ -326,7 +326,7 @@ class _Client:
 
     def _begin(self, version: Version) -> None:
         if self._layout is None:
-            raise WireError("a version was to be staged, but its layout has not come")
+            raise WireError("a version was to be staged, but its layout has not arrived")
         self._end_staging(complete=False)
         held = self._relay.versions.begin(self._layout, version, staged=True, wait_s=0.0)
         if held is None:

@@ -68,8 +68,8 @@ class HostSegment:
         num_buckets = -(-size_bytes // bucket_bytes) if bucket_bytes > 0 else 0
         if size_bytes <= 0 or not 0 < num_buckets <= MAX_BUCKETS:
             raise ValueError(
-                f"a segment of {size_bytes} bytes in buckets of {bucket_bytes}; both must be positive, with at most "
-                f"{MAX_BUCKETS} buckets"
+                f"a segment cannot have {size_bytes} bytes in buckets of {bucket_bytes}; both must be positive, with "
+                f"at most {MAX_BUCKETS} buckets"
             )
         fd = os.memfd_create("paceline-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -239,7 +239,7 @@ def _sizes(fd: int, path: str) -> tuple[int, int]:
     if magic != MAGIC:
         raise Unavailable(f"{path} is not a segment of memory: its last bytes are {magic!r}")
     if version != FORMAT:
-        raise WireError(f"the segment {path} has format {version}, this Paceline reads {FORMAT}")
+        raise WireError(f"the segment {path} has format {version}, but this Paceline reads {FORMAT}")
     consistent = (
         0 < num_buckets <= MAX_BUCKETS
         and bucket_bytes > 0

@@ -123,7 +123,7 @@ class StoreReader:
         if not deltas or deltas[-1].base_version != held.version:
             return None
         if deltas[-1].base_contents != held.contents():
-            raise WireError(f"the delta to {tuple(deltas[-1].version)} is for another base than the one held")
+            raise WireError(f"the delta to {tuple(deltas[-1].version)} is for another base than the held version")
         return deltas[::-1]
 
     def _from_snapshot(self, offer: StoreOffer, target: StoredVersion) -> dict[str, torch.Tensor]:
@@ -354,7 +354,9 @@ class HeldWeights:
             present, needed = sum(math.prod(shape) for _, shape in boxes), math.prod(self.plans[name].shape)
             boxes.sort()
             if present != needed or any(_overlap(*pair) for pair in _may_overlap(boxes)):
-                raise WireError(f"the snapshot's parts have {present} of {needed} elements of {name!r}, or some twice")
+                raise WireError(
+                    f"the snapshot's parts have {present} of {needed} elements of {name!r}, or some elements twice"
+                )
 
     def _names(self, rank: int, chunk: int) -> str:
         layout = self.layouts[rank]

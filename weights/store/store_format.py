@@ -79,7 +79,7 @@ class StoredVersion:
         try:
             document = json.loads(bytes(data))
             if (found := document.pop("format")) != FORMAT:
-                raise ValueError(f"format {found!r}, this Paceline reads {FORMAT}")
+                raise ValueError(f"format {found!r}, but this Paceline reads {FORMAT}")
             if document["kind"] not in ("anchor", "delta"):
                 raise ValueError(f"kind {document['kind']!r}")
             algorithm_named(document["algorithm"])
@@ -101,7 +101,7 @@ class StoredVersion:
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise WireError(f"not a manifest of stored weights: {str(error)[:200]!r}") from error
         if len(manifest.parts) != len(manifest.contents) or (manifest.kind == "delta") != (base is not None):
-            raise WireError("manifest of stored weights contradicts itself: parts, contents or base")
+            raise WireError("manifest of stored weights has parts, contents or a base that contradict each other")
         if len(manifest.heads) != len(manifest.parts):
             raise WireError("manifest of stored weights does not have one head for each part")
         return manifest
@@ -275,7 +275,7 @@ def read_head(data: Buffer, size_bytes: int) -> PartHead:
         for name, entry in document.items():
             start, end = entry["data_offsets"]
             if not 0 <= start <= end <= size_bytes - body:
-                raise ValueError(f"tensor {name!r} is at bytes {start} to {end} of {size_bytes - body}")
+                raise ValueError(f"tensor {name!r} is at bytes {start} to {end} of only {size_bytes - body} bytes")
             locations[str(name)] = (body + start, body + end)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WireError(f"not a part of stored weights: {error!r}") from error
@@ -284,7 +284,7 @@ def read_head(data: Buffer, size_bytes: int) -> PartHead:
 
 def _header(raw: dict[str, Any]) -> PartHeader:
     if raw["format"] != FORMAT:
-        raise ValueError(f"format {raw['format']!r}, this Paceline reads {FORMAT}")
+        raise ValueError(f"format {raw['format']!r}, but this Paceline reads {FORMAT}")
     chunk_elements = raw["chunk_elements"]
     if type(chunk_elements) is not int or (raw["blocks"] and chunk_elements < FEWEST_CHUNK_ELEMENTS):
         raise ValueError(f"chunks cannot have {chunk_elements!r} elements")

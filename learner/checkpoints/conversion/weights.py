@@ -123,14 +123,14 @@ def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Te
         shape = base.tensors[name].shape if name in base.tensors else None
         if a_RI.shape[0] != rank:
             raise InvalidInput(
-                f"{what} has A {tuple(a_RI.shape)} for {name}, but its {ADAPTER_CONFIG} says r {rank}, which determines the scaling; "
-                "use the config of these files"
+                f"{what} has a matrix A of shape {tuple(a_RI.shape)} for {name}, but its {ADAPTER_CONFIG} says r "
+                f"{rank}, which determines the scaling; use the config of these files"
             )
         if shape != (b_OR.shape[0], a_RI.shape[1]) or a_RI.shape[0] != b_OR.shape[1]:
             where = "has no such tensor" if shape is None else f"has {name} of shape {tuple(shape)}"
             raise InvalidInput(
-                f"{what} changes {name} by B {tuple(b_OR.shape)} and A {tuple(a_RI.shape)}, but {base.place} {where}; name "
-                "the model that the adapter was trained on"
+                f"{what} changes {name} by matrices of shapes {tuple(b_OR.shape)} and {tuple(a_RI.shape)}, but "
+                f"{base.place} {where}; name the model that the adapter was trained on"
             )
         weights[name] = (a_RI, b_OR, scaling)
     if not weights:

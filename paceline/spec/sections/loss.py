@@ -212,8 +212,8 @@ class LossSection(Section):
         if self.truncated_importance_sampling_ratio is not None:
             raise ValueError(
                 f"ratio_anchor 'behaviour' with truncated_importance_sampling_ratio "
-                f"{self.truncated_importance_sampling_ratio}: the ratio already corrects for the sampler, and a weight on "
-                "top would count it twice; set truncated_importance_sampling_ratio=null"
+                f"{self.truncated_importance_sampling_ratio}: the ratio already corrects for the sampler, and an "
+                "importance weight would correct a second time; set truncated_importance_sampling_ratio=null"
             )
         if self.ratio_level != "token":
             raise ValueError(

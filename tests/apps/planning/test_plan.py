@@ -52,7 +52,7 @@ def test_a_run_that_fits_is_shown_by_device(spec: Path) -> None:
     result = CliRunner().invoke(main, ["plan", str(spec), "cluster.gpu_gb=80"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0] == "policy.activation_checkpointing is selective: auto, for 80.0 GB of a GPU"
+    assert lines[0] == "policy.activation_checkpointing is selective, chosen by auto: a GPU has room for 80.0 GB"
     assert "model of 8,030 M parameters, 32 layers" in lines
     assert any(line.startswith("learner of 8 ranks: 1 × 8 (replicate × shard), micro-batches of ") for line in lines)
     assert any(line.startswith("each GPU of the learner: ") and line.endswith(" of 80.0 GB") for line in lines)

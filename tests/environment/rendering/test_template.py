@@ -119,7 +119,9 @@ def test_tools_that_the_template_does_not_show_are_refused_by_name() -> None:
             "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
         }
     ]
-    with pytest.raises(InvalidInput, match="tools are given, which the chat template of this model does not render"):
+    with pytest.raises(
+        InvalidInput, match="the request has tools, but the chat template of this model does not render tools"
+    ):
         TemplateRendering(tokenizer, {}).prompt(Conversation(user("hello"), tools))
     shown = TemplateRendering(tokenizer, {}, "hermes").prompt(Conversation(user("hello"), tools))
     assert tokenizer.decode(shown) == "<user>hello<assistant>"

@@ -168,7 +168,7 @@ def test_damaged_checkpoint_is_refused_with_the_reason(
 def test_torn_and_missing_checkpoints_are_not_found(copied: Checkpoint, policy: Path) -> None:
     trainer = Trainer(make_spec(policy), CPU)
     (copied.path / "manifest.json").unlink()
-    with pytest.raises(NotFound, match="writing it was never finished"):
+    with pytest.raises(NotFound, match="the checkpoint was never completely written"):
         load(copied, trainer)
     with pytest.raises(NotFound, match="no such folder"):
         load(copied._replace(path=copied.path / "elsewhere"), trainer)

@@ -33,7 +33,9 @@ def test_the_page_lists_what_is_tested() -> None:
         with pytest.raises(InvalidInput) as refusal:
             check_architecture(config, "")
         reason = (
-            str(refusal.value).split("not supported: ")[1].removesuffix("; docs/use/models.md lists those that are")
+            str(refusal.value)
+            .split("not supported: ")[1]
+            .removesuffix("; docs/use/models.md lists the supported types")
         )
         rows.append(f"| {family} | `{config['model_type']}` | {reason} |")
     assert [row for row in rows if row not in page] == []

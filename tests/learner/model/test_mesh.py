@@ -32,7 +32,9 @@ def test_auto_divides_by_all_ranks_and_copies_only_where_a_host_holds_the_model(
 
 @pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (3, "auto"), ("auto", 16)])
 def test_sizes_that_do_not_make_the_ranks_are_refused(replicate: object, shard: object) -> None:
-    with pytest.raises(InvalidInput, match=rf"policy.parallel.replicate {replicate} and shard {shard} do not make 8"):
+    with pytest.raises(
+        InvalidInput, match=rf"policy.parallel.replicate {replicate} and shard {shard} do not multiply to 8"
+    ):
         sizes(replicate, shard)
 
 

@@ -67,7 +67,7 @@ def test_marks_are_found_however_they_are_written(opening: str) -> None:
 
 def test_marks_around_nothing_of_the_assistants_are_refused() -> None:
     wrong = MARKED.replace("m.role == 'assistant'", "m.role == 'tool'")
-    with pytest.raises(InvalidInput, match=r"generation %} marks enclose none"):
+    with pytest.raises(InvalidInput, match=r"generation %} marks enclose no such message"):
         encode_conversation(made(wrong), TURNS)
 
 
@@ -81,7 +81,7 @@ def test_a_tokenizer_that_cannot_tell_marked_tokens_is_refused() -> None:
 
 def test_a_template_that_rewrites_the_past_is_refused() -> None:
     tokenizer = made(FORGETFUL)
-    with pytest.raises(InvalidInput, match=r"changes the messages .* once later ones follow.*loss_mask=completion"):
+    with pytest.raises(InvalidInput, match=r"changes the messages .* once later messages follow.*loss_mask=completion"):
         encode_conversation(tokenizer, TURNS)
     _, completion = encode_exchange(tokenizer, TURNS[:3], TURNS[3:], "auto")
     assert tokenizer.decode(completion) == "6<|im_end|>"
@@ -165,7 +165,7 @@ def test_the_last_answer_gets_an_end_where_the_template_writes_none() -> None:
     for template in (endless, endless.replace("{% generation %}", "").replace("{% endgeneration %}", "")):
         (text,) = trained(made(template), TURNS[:2])
         assert "".join(text.split()) == "4<|im_end|>"
-        with pytest.raises(InvalidInput, match=r"without a token at which sampling stops \('<\|im_end\|>'\)"):
+        with pytest.raises(InvalidInput, match=r"writes no token at which sampling stops \('<\|im_end\|>'\)"):
             trained(made(template), TURNS)
 
 

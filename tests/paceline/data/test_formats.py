@@ -117,19 +117,19 @@ def test_an_algorithm_says_the_format_that_it_reads(tmp_path: Path, algorithm: s
         (
             "sft",
             "prompt",
-            "TRL's prompt-only, which sft does not read; algorithms that sample read it, such as grpo",
+            "TRL's prompt-only, which sft does not read; algorithms that sample, such as grpo, read this format",
         ),
-        ("dpo", "completion", "TRL's prompt-completion, which dpo does not read; sft reads it"),
-        ("dpo", "unpaired", "TRL's unpaired preference, which dpo does not read; kto reads it"),
-        ("kto", "messages", "TRL's language modeling, which kto does not read; sft reads it"),
+        ("dpo", "completion", "TRL's prompt-completion, which dpo does not read; sft reads this format"),
+        ("dpo", "unpaired", "TRL's unpaired preference, which dpo does not read; kto reads this format"),
+        ("kto", "messages", "TRL's language modeling, which kto does not read; sft reads this format"),
         ("rm", "text", "TRL's language modeling, which rm does not read"),
         ("kto", "ranked", "NeMo RL's ranked completions, which kto does not read; dpo, orpo and rm read it"),
-        ("dpo", "trace", "traces, which dpo does not read; offline_grpo reads them"),
+        ("dpo", "trace", "traces, which dpo does not read; offline_grpo reads traces"),
         ("offline_grpo", "pair", "TRL's preference, explicit prompt, which offline_grpo does not read"),
         (
             "dpo",
             "stepwise",
-            "TRL's stepwise supervision, which dpo does not read; no algorithm reads it: write a row for",
+            "TRL's stepwise supervision, which dpo does not read; no algorithm reads this format: write a row for",
         ),
         ("sft", "stepwise", "TRL's stepwise supervision, which sft does not read; no algorithm reads it"),
         ("kto", "stepwise", "TRL's stepwise supervision, which kto does not read"),
@@ -164,7 +164,9 @@ def test_prompts_of_nemo_rl_have_their_column(tmp_path: Path) -> None:
     prompts = open_prompts(DataSection(train=str(write(tmp_path / "d.jsonl", ROWS["nemo"]))), 1)
     assert prompts.draw(0) == ("2+2=", {"output": "4"})
     assert prompts.columns == ("output",)
-    assert prompts.format.endswith("'input' is sampled from, the other columns go to the reward functions")
+    assert prompts.format.endswith(
+        "the model completes the prompts of 'input', and the reward functions get the other columns"
+    )
 
 
 def test_tools_are_a_list_of_schemas_or_json(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ PROMPT = '{"prompt": "a"}'
         (
             "d.jsonl",
             f"{PROMPT}\n[1]\n",
-            ", line 2: list instead of an object with columns; correct or remove it",
+            ", line 2: the row is list, but must be an object with columns; correct or remove it",
         ),
         (
             "d.jsonl",
@@ -153,7 +153,11 @@ PROMPT = '{"prompt": "a"}'
             ", line 2, column 12: not valid JSON (Expecting ':' delimiter): ",
         ),
         ("d.json", f"[{PROMPT}\n {PROMPT}]", ", line 2, column 2: not valid JSON (Expecting ',' or ']'): "),
-        ("d.json", f"[{PROMPT},\n 7]", ", line 2 (row 1): int instead of an object with columns; correct it"),
+        (
+            "d.json",
+            f"[{PROMPT},\n 7]",
+            ", line 2 (row 1): the row is int, but must be an object with columns; correct it",
+        ),
         (
             "d.json",
             f'[{PROMPT},\n {{"p": 1}}]',
@@ -193,7 +197,7 @@ def test_a_broken_table_says_what_to_do(tmp_path: Path, name: str) -> None:
     path.write_text("no table")
     said = refusal(path, "grpo")
     assert said.startswith(f"data.train: '{path}' cannot be read as a table: ")
-    assert said.endswith("; write the file anew, or as JSONL")
+    assert said.endswith("; write the file again, or write it as JSONL")
 
 
 @pytest.mark.parametrize("name", ["d.json", "d.jsonl", "d.csv"])

@@ -57,9 +57,9 @@ def test_names_of_sources_are_distinct() -> None:
     [
         (
             {"train": "a.jsonl", "train_weights": [1.0, 2.0]},
-            "train_weights has 2 weights and train 1 data sets",
+            "train_weights has 2 weights, but train lists 1 data sets",
         ),
-        ({"train": ["a", "b"], "train_weights": [1.0]}, "train_weights has 1 weights and train 2 data sets"),
+        ({"train": ["a", "b"], "train_weights": [1.0]}, "train_weights has 1 weights, but train lists 2 data sets"),
         ({"train": ["a", "b"], "train_weights": [1.0, 1e-5]}, "1e-05 of 1.00001 is a share below 1/10000"),
         ({"train": ["a", "b"], "train_weights": [1.0, 0.0]}, "greater than 0"),
     ],

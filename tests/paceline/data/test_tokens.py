@@ -136,7 +136,7 @@ def test_a_token_that_texts_come_to_has_a_row_in_the_embedding() -> None:
     check_vocabulary(tokenizer, len(ids), "it")
     check_vocabulary(tokenizer, ids["<|user|>"] + 1, "it")  # <|assistant|> is the last, and not in the template
     for rows, token in ((ids["<|user|>"], "<|user|>"), (ids["<|end|>"], "<|end|>"), (200, "Č")):
-        with pytest.raises(InvalidInput, match=rf"it: its tokenizer gives '{re.escape(token)}' the id .* {rows} rows"):
+        with pytest.raises(InvalidInput, match=rf"it: the tokenizer gives '{re.escape(token)}' the id .* {rows} rows"):
             check_vocabulary(tokenizer, rows, "it")
 
 
@@ -337,5 +337,5 @@ def test_a_message_of_the_template_ends_at_its_own_stop(tmp_path: Path) -> None:
 def test_a_tokenizer_without_an_end_is_named() -> None:
     tokenizer = tokenizer_of("byte_level")
     tokenizer.eos_token = None
-    with pytest.raises(InvalidInput, match=r"no end of sequence.*set eos_token"):
+    with pytest.raises(InvalidInput, match=r"no token for the end of a sequence.*set eos_token"):
         encode_exchange(tokenizer, "say", "yes", "auto")

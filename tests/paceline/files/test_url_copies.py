@@ -61,7 +61,7 @@ def test_a_damaged_copy_is_made_again(copies: Copies, hashed_bytes: int) -> None
 
 
 def test_a_file_of_another_size_than_the_store_reported_is_refused(copies: Copies, tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"5 bytes of a arrived, but the store reported 3;"):
+    with pytest.raises(Unavailable, match=r"5 bytes of a arrived, but the store reported 3 bytes;"):
         copies.open(size=3)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     assert (copies.open(size=None) / "a").read_bytes() == b"first"  # a store that gives no size

@@ -39,7 +39,7 @@ def test_another_run_step_chain_or_spec_is_refused_with_both_values() -> None:
         (("sums-2", 7, "c", {"s"}), "say run_id 'sums-1' .* run sums-2 say 'sums-2'"),
         (("sums-1", 8, "c", {"s"}), "say step 7 .* say 8"),
         (("sums-1", 7, "d", {"s"}), "say chain 'c' .* say 'd'"),
-        (("sums-1", 7, "c", {"t"}), "a spec with the SHA-256 s .* is not that of run"),
+        (("sums-1", 7, "c", {"t"}), "a spec with the SHA-256 s .*, but the spec of run .* has another"),
     ):
         with pytest.raises(Conflict, match=words):
             check_origin(ORIGIN, *arguments)

@@ -178,8 +178,8 @@ def test_auto_chooses_the_first_setting_that_fits(gpu_gb: float, kind: str, toke
     assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == (kind, tokens)
     assert plan(spec, shape(), Room()).learner_fits
     assert said == [
-        f"policy.activation_checkpointing is {kind}: auto, for {gpu_gb:.1f} GB of a GPU",
-        f"policy.train_mb_tokens is {tokens}: auto, for {gpu_gb:.1f} GB of a GPU",
+        f"policy.activation_checkpointing is {kind}, chosen by auto: a GPU has room for {gpu_gb:.1f} GB",
+        f"policy.train_mb_tokens is {tokens}, chosen by auto: a GPU has room for {gpu_gb:.1f} GB",
     ]
 
 
@@ -190,7 +190,7 @@ def test_auto_without_sizes_is_the_safe_choice() -> None:
     ):
         spec, said = planned(spec_on_gpus(gpu_gb=None, **AUTO), found, Room())
         assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 8192)
-        assert all(text.endswith(f"auto, for {why}") for text in said)
+        assert all(text.endswith(f", chosen by auto: {why}") for text in said)
     assert is_open(spec_on_gpus())
     fixed = spec_on_gpus(generation={"max_batch_size": 256})
     assert planned(fixed, None, Room()) == (fixed, [])
@@ -282,7 +282,7 @@ def test_vllm_gets_the_rest_of_a_gpu_shared_with_the_learner() -> None:
 
 
 def test_a_mesh_that_the_ranks_do_not_make_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="do not make 8"):
+    with pytest.raises(InvalidInput, match="do not multiply to 8"):
         plan(spec_on_gpus(parallel={"shard": 3}), shape(), Room())
 
 

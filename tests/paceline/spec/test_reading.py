@@ -191,7 +191,7 @@ def test_overrides_reach_into_lists_and_make_sections(spec_path: Path) -> None:
     [
         ("grpo.seed", "override 'grpo.seed' must look like section.key=value"),
         ("=3", "override '=3' must look like section.key=value"),
-        ("++grpo.seed=3", "override '++grpo.seed=3' has Hydra's '+'; write it without, as grpo.seed=3"),
+        ("++grpo.seed=3", "override '++grpo.seed=3' has Hydra's '+'; write it without the prefix, as grpo.seed=3"),
         ("rewards.2.weight=1", "override 'rewards.2.weight=1': '2' must be an index below 2"),
         ("rewards.first.weight=1", "override 'rewards.first.weight=1': 'first' must be an index below 2"),
         (
@@ -330,7 +330,7 @@ def test_a_stored_spec_of_another_version_names_its_run_and_the_remedy() -> None
             spec_of_run("sums-1", damaged)
         message = str(caught.value)
         assert message.startswith("this version of Paceline cannot read the spec of run sums-1: ")
-        assert message.endswith("Use the version that accepted the run, or end it with `paceline cancel sums-1`")
+        assert message.endswith("Use the version that accepted the run, or end the run with `paceline cancel sums-1`")
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ async def test_the_refusal_reaches_the_run() -> None:
     ("kwargs", "said"),
     [
         ({"sandbox": "docker"}, "code_tests.sandbox"),
-        ({"sandbox": "remote"}, "needs its url"),
+        ({"sandbox": "remote"}, "needs the setting url"),
         ({"url": "http://x"}, "is for sandbox remote"),
         ({"time_s": 20}, "time_s 20 exceeds total_time_s 6"),
         ({"sandbox": "landlock", "processes": 2}, "landlock runs one process"),

@@ -209,7 +209,7 @@ async def test_through_the_runner_a_judge_that_hangs_is_unavailable_and_not_kill
     result = await run(server, ["x"], timeout_s=4.0)  # the shortest that leaves two seconds for the answer
     assert result.failure is not None
     assert result.failure.kind == "unavailable"
-    assert "left 1 of 1 answers open after 2 s" in result.failure.message
+    assert "did not give 1 of 1 answers within 2 s" in result.failure.message
     assert result.usage["requests/judge"] == 1
 
 

@@ -25,8 +25,8 @@ def test_the_url_loses_its_last_slash() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"api_key": SECRET}, "takes no 'api_key': a key stays out of the spec"),
-        ({"headers": {"Authorization": SECRET}}, "takes no 'headers': a key stays out of the spec"),
+        ({"api_key": SECRET}, "takes no 'api_key': keys stay out of the spec"),
+        ({"headers": {"Authorization": SECRET}}, "takes no 'headers': keys stay out of the spec"),
         ({"attemps": 3}, "did you mean 'attempts'"),
         (
             {"base_url": f"http://user:{SECRET}@judge/v1"},

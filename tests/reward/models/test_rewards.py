@@ -32,7 +32,7 @@ def test_steps_become_one_number() -> None:
               {"scores": [[1.0], ["1"]]}, {"scores": [[1.0], [True]]}, {"scores": [[1.0], 1.0]}]
 )  # fmt: skip
 def test_a_reply_that_is_none_is_refused(reply: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="from its model"):
+    with pytest.raises(InvalidInput, match="the reward model"):
         rewards_of(reply, ModelSettings(path="p"), 2)
 
 

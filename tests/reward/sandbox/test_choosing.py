@@ -70,7 +70,7 @@ def test_a_backend_that_runs_nothing_is_found_out(monkeypatch: pytest.MonkeyPatc
     ("arguments", "message"),
     [
         ({"name": "docker"}, "'docker' is none of auto, bwrap, landlock, remote, none"),
-        ({"name": "remote"}, "needs its url"),
+        ({"name": "remote"}, "needs the setting url"),
         ({"name": "auto", "url": "http://sandbox"}, "sandbox is auto"),
         ({"name": "remote", "url": "ftp://sandbox"}, "http:// or https://"),
         ({"readable": ["/"]}, "too wide"),

@@ -63,7 +63,7 @@ def test_every_other_argument_is_passed_through(vllm_spec: Callable[..., RunSpec
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.005}, r"temperature is 0\.005, but vLLM samples at 0\.01 or above only"),
+        ({"temperature": 0.005}, r"temperature is 0\.005, but vLLM samples only at 0\.01 or above"),
     ],
 )
 def test_what_would_make_wrong_numbers_is_refused(

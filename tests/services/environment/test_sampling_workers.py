@@ -234,7 +234,7 @@ async def test_an_answer_that_is_no_turn_is_asked_for_elsewhere(rollout: Rollout
 
 
 async def test_what_every_engine_refuses_is_the_caller_s_fault(rollout: Rollout) -> None:
-    rollout.a.script = [refuses(InvalidInput("the prompt has 9 tokens, must have 1 to 8"))]
+    rollout.a.script = [refuses(InvalidInput("the prompt has 9 tokens, but must have 1 to 8"))]
     with pytest.raises(InvalidInput, match="must have 1 to 8"):
         await rollout.sample()
     assert rollout.b.requests == []

@@ -148,7 +148,7 @@ BAD_OFFERS = [
     (stored_offer(name=""), "an object may not be called ''"),
     (
         stored_offer(anchor_bytes=2**60),
-        "a version of 1152921504606846976 bytes is offered, and this host has",
+        "a version of 1152921504606846976 bytes is offered, but this host has",
     ),
     (stored_offer(size_bytes=2**64 - 1), "cannot have 18446744073709551615 bytes"),
 ]

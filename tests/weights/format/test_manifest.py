@@ -164,7 +164,7 @@ def repeat_tensor(document: dict[str, Any]) -> None:
     ("damage", "message"),
     [
         (set_offset, "puts tensor 'wide' at"),
-        (set_total, "asks for 1099511627776 bytes, its tensors need"),
+        (set_total, "asks for 1099511627776 bytes, but its tensors need"),
         (set_name, "layout hash"),
         (set_dtype, "cannot be read"),
         (set_shape, "cannot be read"),

@@ -236,7 +236,7 @@ def test_a_footer_that_lies_is_refused(footer: bytes, message: str) -> None:
 
 def test_a_later_format_is_named() -> None:
     fd = sealed(FOOTER.pack(MAGIC, 2, 1, 100, 100, 0, 0), 2 * mmap.PAGESIZE)
-    with pytest.raises(WireError, match="format 2, this Paceline reads 1"):
+    with pytest.raises(WireError, match="format 2, but this Paceline reads 1"):
         HostSegment.attach(fd)
     os.close(fd)
 

@@ -61,7 +61,7 @@ def test_fields_are_those_of_format_3_and_another_one_is_refused(pair: Pair) -> 
                 *("base_version", "base", "base_contents", "heads", "format"),
             }
             assert StoredVersion.from_bytes(stored).to_bytes() == stored
-            with pytest.raises(WireError, match="format 2, this Paceline reads 3"):
+            with pytest.raises(WireError, match="format 2, but this Paceline reads 3"):
                 StoredVersion.from_bytes(json.dumps(manifest | {"format": 2}).encode())
             part = (folder / f"{kind}.0.safetensors").read_bytes()
             document = document_of(part)
@@ -73,7 +73,7 @@ def test_fields_are_those_of_format_3_and_another_one_is_refused(pair: Pair) -> 
             }
             document["__metadata__"][METADATA_KEY] = json.dumps(header | {"format": 4})
             head = json.dumps(document).encode()
-            with pytest.raises(WireError, match="format 4, this Paceline reads 3"):
+            with pytest.raises(WireError, match="format 4, but this Paceline reads 3"):
                 read_head(struct.pack("<Q", len(head)) + head, len(part) + len(head))
     finally:
         pair.writer.close()

@@ -132,5 +132,7 @@ def test_a_spec_without_preparation_keeps_its_data_and_one_with_it_is_not_read_w
     tree["data"] = {**tree["data"], "preparation": {"max_prompt_characters": 5}}
     unprepared = RunSpec.model_validate(tree)
     for read in (lambda: checked_rows(unprepared), lambda: open_prompts(unprepared.data, 0)):
-        with pytest.raises(DataError, match=r"data\.preparation is set, but the run came without prepared rows"):
+        with pytest.raises(
+            DataError, match=r"data\.preparation is set, but the run was submitted without prepared rows"
+        ):
             read()

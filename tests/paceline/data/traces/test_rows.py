@@ -30,7 +30,7 @@ def test_the_completion_of_a_chat_is_the_assistants_message() -> None:
         ({"final_reward": float("inf")}, "not inf"),
         ({"prompt": ""}, "column 'prompt' is empty"),
         ({"completion": None}, "column 'completion' is null"),
-        ({**TOKENS, "logprobs": [-0.5, -0.5]}, "1 tokens and 'logprobs' 2 values"),
+        ({**TOKENS, "logprobs": [-0.5, -0.5]}, "1 tokens, 'logprobs' has 2 values"),
         ({**TOKENS, "logprobs": [0.5]}, "no log-probability"),
         ({**TOKENS, "logprobs": "[-0.5]"}, "lists of numbers"),
         ({**TOKENS, "messages": "[]"}, "run without an environment"),

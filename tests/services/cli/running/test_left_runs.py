@@ -56,7 +56,7 @@ def test_runs_are_told_apart(ledger: Ledger, tmp_path: Path) -> None:
         "run sums-4 has failed (no function 'f'); --resume sums-4 queues it again",
     ]
     assert "max_num_steps" in left.unreadable["sums-1"]
-    assert left.unreadable["sums-1"].endswith("or end it with `paceline cancel sums-1`")
+    assert left.unreadable["sums-1"].endswith("or end the run with `paceline cancel sums-1`")
 
 
 def test_the_newest_failed_runs_are_named(ledger: Ledger) -> None:

@@ -101,7 +101,7 @@ async def test_others_are_refused_with_the_cause(
     (stranger / "ca.crt").write_bytes((folders["worker"] / "ca.crt").read_bytes())
     assert "refuses the certificate" in await refusal(server.port, stranger)
     expired = issue(tmp_path / "ca", "expired", "worker", days=-0.001)
-    assert "has expired on" in await refusal(server.port, expired)
+    assert "expired on" in await refusal(server.port, expired)
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(grpc.aio.AioRpcError):
         async with open_aio_channel(f"127.0.0.1:{server.port}") as channel:

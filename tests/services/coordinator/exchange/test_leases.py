@@ -333,7 +333,7 @@ def test_prompts_that_fail_for_one_cause_pause_the_run_with_the_first_error(worl
     for number in range(4):  # two batches of 2
         assert world.kinds("paused") == []
         (lease,) = rollout.lease(2)
-        rollout.return_lease(lease, error=f"the prompt has {3000 + number} tokens, must have 1 to 511")
+        rollout.return_lease(lease, error=f"the prompt has {3000 + number} tokens, but must have 1 to 511")
     (paused,) = world.kinds("paused")
     assert (
         "4 groups in a row were dropped as 'bad_prompt' for one cause: the prompt has 3000 tokens" in paused["message"]

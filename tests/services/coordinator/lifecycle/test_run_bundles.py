@@ -117,7 +117,7 @@ async def test_prepared_rows_are_what_a_run_reads(plane: Plane, tmp_path: Path) 
     assert again.manifest == bundle.manifest, "a resume prepares nothing anew"
 
     refused = await refusal(plane.runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(spec))))
-    assert "data.preparation is set, but the run came without prepared rows" in refused[1]
+    assert "data.preparation is set, but the run was submitted without prepared rows" in refused[1]
 
 
 async def test_a_corrected_function_replaces_the_bundle_at_resume(plane: Plane, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ async def test_other_runs_go_first_and_it_goes_on_where_it_can_be_read(tmp_path:
         state, message = await state_of(plane, first)
         assert state == "paused"
         assert "cannot read the spec of run test-1: grpo.max_num_steps" in message
-        assert message.endswith("end it with `paceline cancel test-1`. Other runs go first")
+        assert message.endswith("end the run with `paceline cancel test-1`. Other runs go first")
         seen = await plane.watch_until(first, "state", state="paused")
         await plane.runs.Cancel(run_pb2.CancelRequest(run_id=second))
         third = (await plane.submit()).run_id  # the first run was alone for a moment, and does not delay the others

@@ -368,7 +368,7 @@ async def test_what_chat_cannot_do_is_refused_with_the_field(client: AsyncOpenAI
     for body, message in (
         ({"messages": image}, "only text"),
         ({"messages": []}, "messages"),
-        ({"tools": tools}, "tools are given, which the chat template of this model does not render"),
+        ({"tools": tools}, "the request has tools, but the chat template of this model does not render tools"),
         ({"tool_choice": "required"}, "the request has no tools"),
         ({"reasoning_effort": "low"}, "reasoning_effort is 'low', which the chat template"),
         (
@@ -525,15 +525,15 @@ async def test_calls_and_results_of_tools_are_rendered_as_the_template_does(
     [
         (
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            "'tool_calls' of one with the role 'assistant', which the chat template",
+            "the role 'assistant' has 'tool_calls', but the chat template",
         ),
         (
             {"role": "assistant", "content": "x", "tool_calls": [CALL]},
-            "'tool_calls' of one with the role 'assistant', which the chat template",
+            "the role 'assistant' has 'tool_calls', but the chat template",
         ),
-        ({"role": "tool", "content": "2", "tool_call_id": "c1"}, "role 'tool', which the chat template"),
+        ({"role": "tool", "content": "2", "tool_call_id": "c1"}, "'tool' has the content, but the chat template"),
         ({"role": "tool", "content": "2"}, "role 'tool'"),
-        ({"role": "user", "content": "x", "name": "Ann"}, "'name' of one with the role 'user'"),
+        ({"role": "user", "content": "x", "name": "Ann"}, "the role 'user' has 'name'"),
         ({"role": "user", "content": None}, "without content or tool_calls"),
         ({"role": "user"}, "without content or tool_calls"),
         ({"role": "user", "content": [{"type": "text"}]}, "part of type 'text'"),
@@ -662,5 +662,5 @@ async def test_echo_without_log_probabilities_is_the_text_alone(client: AsyncOpe
 async def test_a_text_that_does_not_fit_is_refused_with_its_length(run: EndpointRun) -> None:
     with pytest.raises(InvalidInput, match="has 5000 tokens"):
         await run.engine.prompt_logprobs(np.full(5000, 3, np.int32))
-    with pytest.raises(InvalidInput, match="the model knows 0 to"):
+    with pytest.raises(InvalidInput, match="the model has 0 to"):
         await run.engine.prompt_logprobs(np.array([3, 10**6], np.int32))
