@@ -158,7 +158,7 @@ class RowArrays(NamedTuple):
         for turn in turns:
             fits = 0 <= turn.row < len(sampled) and 0 <= turn.start < turn.end <= len(sampled[turn.row])
             if not fits or (turn.row, turn.start) < before:
-                raise WireError(f"turn {tuple(turn[:3])} does not begin after the turn before it, or is not within its transcript")
+                raise WireError(f"turn {tuple(turn[:3])} is not after the previous turn, or not within its transcript")
             covered[turn.row][turn.start : turn.end] = True
             before = (turn.row, turn.end)
         for row, (mask, turns_mask) in enumerate(zip(sampled, covered, strict=True)):
@@ -174,7 +174,7 @@ def check_spans_of_row(index: int, spans: list[VersionSpan], sampled_T: BoolArra
     for span in spans:
         if span.start < position or span.end <= span.start or span.end > len(sampled_T):
             raise WireError(
-                f"transcript {index}: span {tuple(span)} begins before token {position}, or is not within the transcript"
+                f"transcript {index}: span {tuple(span)} begins before token {position}, or leaves the transcript"
             )
         covered[span.start : span.end] = True
         position = span.end

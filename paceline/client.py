@@ -240,7 +240,7 @@ class Client(Connection):
             if event.kind == "checkpoint":
                 return str(event.content["path"])
         raise Unavailable(
-            f"run {run_id} has no new checkpoint after {timeout_s:g} s, or has ended; `paceline watch {run_id}` shows its state"
+            f"run {run_id} has no new checkpoint after {timeout_s:g} s, or has ended; see `paceline watch {run_id}`"
         )
 
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:

@@ -138,7 +138,7 @@ def _parallel(sweep: Sweep, ended: Sequence[Ended], names: Sequence[str]) -> Fig
         for rank, index in enumerate(ranks)
     ]
     places = [name.rpartition(".")[2] for name in (*sweep.search, sweep.metric)]
-    meaning = "each line is a trial, the darkest the best; each column is scaled from its least (0) to its greatest value (1)"
+    meaning = "each line is a trial, the best is darkest; each column runs from its least value (0) to its greatest (1)"
     return _figure("Parallel coordinates", meaning, lines, places=places)
 
 

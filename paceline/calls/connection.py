@@ -93,7 +93,7 @@ def translated(
             "another with --coordinator"
         )
     if name == "UNIMPLEMENTED" and other is None:
-        return PacelineError(f"the coordinator at {coordinator} has a version of Paceline that lacks this call; update the coordinator")
+        return PacelineError(f"the Paceline of the coordinator at {coordinator} lacks this call; update it there")
     if name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
         return Unavailable(f"the {other or f'coordinator at {coordinator}'} does not answer: {details}")
     if name == "RESOURCE_EXHAUSTED":

@@ -243,8 +243,8 @@ class ChatTemplate:
         probe = Probe(self.tokenizer, self.source, list(tools), template_kwargs)
         if tools and not self._proves("", "tools", probe.renders_tools):
             raise Unsupported(
-                "the request has tools, but the chat template of this model does not render tools; remove them, or train a "
-                "model whose template renders tools",
+                "the request has tools, but the chat template of this model does not render tools; remove them, or "
+                "train a model whose template renders tools",
                 "tools",
             )
         try:

@@ -94,8 +94,8 @@ def _by_marks(
     belongs to the span only if its text before the mark is white space."""
     if not tokenizer.is_fast:
         raise InvalidInput(
-            f"the chat template marks the assistant's tokens, but {type(tokenizer).__name__} cannot find them, because it "
-            "does not record the positions of characters; use a tokenizer with a tokenizer.json"
+            f"the chat template marks the assistant's tokens, but {type(tokenizer).__name__} cannot find them, because "
+            "it does not record the positions of characters; use a tokenizer with a tokenizer.json"
         )
     text, marked = _marked(tokenizer, messages, template_kwargs, tools)
     with refusals("the tokenizer", f"the messages {messages!r:.60}"):

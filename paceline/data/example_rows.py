@@ -164,8 +164,8 @@ def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
     best = [item for item in ordered if item["rank"] == ordered[0]["rank"]]
     if len(best) > 1:
         raise DataError(
-            f"{len(best)} completions have the best rank {best[0]['rank']}; only one of them can be the chosen completion; "
-            "correct the ranks, or remove the row"
+            f"{len(best)} completions have the best rank {best[0]['rank']}; only one of them can be the chosen "
+            "completion; correct the ranks, or remove the row"
         )
     key = "context" if "context" in row else data.prompt_key
     check_prompt(row, key)

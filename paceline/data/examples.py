@@ -195,8 +195,8 @@ def _read_labeled(row: dict[str, Any], data: DataSection) -> None:
         read_labeled_completion(row, data)
     elif len(read_preference(row, data).rejected) > 1:
         raise DataError(
-            f"column {data.rejected_key!r} has several completions; give each pair one rejected completion, or write a row "
-            f"with the column {data.label_key!r} for each completion"
+            f"column {data.rejected_key!r} has several completions; give each pair one rejected completion, or write a "
+            f"row with the column {data.label_key!r} for each completion"
         )
 
 

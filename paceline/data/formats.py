@@ -29,7 +29,7 @@ READERS = {
     "preference": "dpo, orpo, rm and kto read this format",
     "ranked completions": "dpo, orpo and rm read this format",
     "unpaired preference": "kto reads this format",
-    "stepwise supervision": "no algorithm reads this format: write a row for each prompt and its completion, with one label (kto)",
+    "stepwise supervision": "no algorithm reads this format: write a row with one label for each completion (kto)",
     "traces": "offline_grpo reads traces",
 }
 """For each kind of rows, a clause with the algorithms that read it, or with the remedy if no algorithm reads it."""
@@ -115,7 +115,7 @@ def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str
     if keys is not data:
         text = text.replace("TRL's prompt-completion", "NeMo RL's prompt-response (input, output)")
     if form == "labeled_completion" and found.kind == "preference":
-        text += "; each pair becomes two examples: the chosen completion with the label good, the rejected one with the label bad"
+        text += "; each pair becomes two examples: the chosen completion as good, and the rejected completion as bad"
     if form is None and found.kind != "prompt-only":
-        text += f"; the model completes the prompts of {keys.prompt_key!r}, and the reward functions get the other columns"
+        text += f"; completions are sampled for {keys.prompt_key!r}, and reward functions get the other columns"
     return text

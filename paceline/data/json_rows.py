@@ -135,16 +135,16 @@ def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except RecursionError:
-        raise DataError(f"{path}, line {number}: nested too deeply: {line[:60]!r}; correct or remove the line") from None
+        raise DataError(f"{path}, line {number}: nested too deeply: {line[:60]!r}; correct or remove it") from None
     except ValueError as error:
         at = ""
         if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
             at = f", column {(error.pos if isinstance(error, json.JSONDecodeError) else error.start) + 1}"
         why = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise DataError(f"{path}, line {number}{at}: not valid JSON ({why}): {line[:60]!r}; correct or remove the line") from None
+        raise DataError(f"{path}, line {number}{at}: not valid JSON ({why}): {line[:60]!r}; correct the line") from None
     if not isinstance(row, dict):
         raise DataError(
-            f"{path}, line {number}: the row is {type(row).__name__}, but must be an object with columns; correct or remove it"
+            f"{path}, line {number}: {type(row).__name__} is not an object with columns; correct or remove it"
         )
     return row
 
@@ -160,7 +160,7 @@ def _array(path: Path, check: Check | None) -> SpooledRows:
     for number, line, row in _objects(path, text):
         where = f"{path}, line {line} (row {number})"
         if not isinstance(row, dict):
-            raise DataError(f"{where}: the row is {type(row).__name__}, but must be an object with columns; correct it")
+            raise DataError(f"{where}: {type(row).__name__} is not an object with columns; correct it")
         rows.columns = rows.columns or tuple(row)
         if missing := sorted(set(rows.columns) - row.keys()):
             raise DataError(f"{where}: {_no_column(missing[0])}")
@@ -186,7 +186,7 @@ def _objects(path: Path, text: str) -> Iterator[tuple[int, int, Any]]:
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}, line {error.lineno}, column {error.colno}: not valid JSON ({error.msg}): "
-                f"{text[error.pos : error.pos + 60]!r}; correct or remove the row"
+                f"{text[error.pos : error.pos + 60]!r}; correct or remove it"
             ) from None
         yield number, line, row
         number, at = number + 1, after + 1

@@ -224,8 +224,8 @@ def _warn(key: str, is_table: bool) -> None:
     if is_table not in _warned:
         _warned.add(is_table)
         log.warning(
-            "the argument %r of a tool call of the data set is null and is %s, because the null can be from the call or from the "
-            "file format; write arguments as JSON text, or define the parameter in a column 'tools'",
+            "the argument %r of a tool call of the data set is null and is %s, because the null can be from the call "
+            "or from the file format; write arguments as JSON text, or define the parameter in a column 'tools'",
             key,
             "left out" if is_table else "kept",
         )

@@ -275,8 +275,8 @@ def check_prepared(data: DataSection) -> None:
     """Raise DataError if the rows still need `data.preparation`."""
     if data.preparation.is_used:
         raise DataError(
-            "data.preparation is set, but the run was submitted without prepared rows; submit it with this version's `paceline submit` or "
-            "client, which prepare them"
+            "data.preparation is set, but the run was submitted without prepared rows; submit it with this version's "
+            "`paceline submit` or client, which prepare them"
         )
 
 

@@ -101,7 +101,7 @@ def _file(name: str, field: str, check: Check | None) -> Rows:
                 return open_table("arrow", name, None, field)
     except OSError as error:
         raise Unreadable(f"{field}: {name!r} cannot be read: {error.strerror}") from None
-    raise DataError(f"{field}: {name!r} is a file of a kind that cannot be read; the kinds that can be read are {', '.join(FILE_KINDS)}")
+    raise DataError(f"{field}: {name!r} has none of the suffixes of files that can be read: {', '.join(FILE_KINDS)}")
 
 
 def _check_table(rows: TableRows, check: Check, where: str) -> None:

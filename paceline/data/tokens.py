@@ -88,7 +88,7 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
     ids |= frozenset(() if own is None else (own,))
     if not ids:
         raise InvalidInput(
-            "the tokenizer has no token for the end of a sequence, so no completion could end; set eos_token in its tokenizer_config.json"
+            "the tokenizer has no end-of-sequence token, so no completion could end; set eos_token in tokenizer_config.json"
         )
     return ids
 
@@ -111,8 +111,8 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
         differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
         raise InvalidInput(
             f"distillation.teacher_model_name {teacher.model_name!r} has another tokenizer than the student (first "
-            f"differing token {differing[0]!r}); the probabilities of the teacher would be of other tokens. Take a teacher of the "
-            "student's family"
+            f"differing token {differing[0]!r}); the probabilities of the teacher would be of other tokens. Take a "
+            "teacher of the student's family"
         )
 
 
@@ -125,8 +125,8 @@ def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
     for token, token_id in sorted(outside.items(), key=lambda item: item[1]):
         if token not in added or token in written:
             raise InvalidInput(
-                f"{what}: the tokenizer gives {token!r} the id {token_id}, but the model's embedding has {num_rows} rows; name "
-                "the model's own tokenizer, or add rows with transformers' resize_token_embeddings and save the model again"
+                f"{what}: the tokenizer gives {token!r} the id {token_id}, but the model's embedding has {num_rows} "
+                "rows; use the model's tokenizer, or add rows by transformers' resize_token_embeddings and save the model"
             )
 
 

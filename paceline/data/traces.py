@@ -169,8 +169,8 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
         ) from None
     if prompt_ids.ndim != 1 or not len(prompt_ids) or token_ids.ndim != 1 or token_ids.shape != logprobs.shape:
         raise DataError(
-            f"column 'token_ids' has {token_ids.size} tokens, 'logprobs' has {logprobs.size} values, and the prompt has "
-            f"{prompt_ids.size} tokens; each token needs one log-probability and a prompt before it"
+            f"column 'token_ids' has {token_ids.size} tokens, 'logprobs' has {logprobs.size} values, and the prompt "
+            f"has {prompt_ids.size} tokens; each token needs one log-probability and a prompt before it"
         )
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise DataError(

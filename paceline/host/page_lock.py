@@ -42,8 +42,8 @@ class PageLocks:
             if code := int(getattr(result, "value", result)):
                 self._refused = True
                 log.warning(
-                    "CUDA refuses to lock %d bytes of memory for weights (error %d), so weights are copied more slowly; raise "
-                    "the limit on locked memory (ulimit -l)",
+                    "CUDA refuses to lock %d bytes of memory for weights (error %d), so weights are copied more "
+                    "slowly; raise the limit on locked memory (ulimit -l)",
                     end - start,
                     code,
                 )

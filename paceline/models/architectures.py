@@ -34,7 +34,7 @@ def check_architecture(config: Mapping[str, Any], field_and_name: str) -> None:
     if reason:
         kind = config.get("model_type")
         raise InvalidInput(
-            f"{field_and_name}: models of type {kind!r} are not supported: {reason}; docs/use/models.md lists the supported types"
+            f"{field_and_name}: models of type {kind!r} are not supported: {reason}; see docs/use/models.md"
         )
 
 
@@ -48,9 +48,9 @@ def check_positions(config: Mapping[str, Any], field_and_name: str, longest_toke
     trained = trained or text.get("max_position_embeddings")
     if kind in LENGTH_DEPENDENT and isinstance(trained, int) and longest_tokens > trained:
         raise InvalidInput(
-            f"{field_and_name}: its rotary embedding of type {kind!r} changes if a sequence has more than {trained} tokens. "
-            "In the learner it then changes for all sequences packed with that one, in the sampler it does not; set policy.max_total_sequence_length "
-            f"{longest_tokens} to at most {trained}"
+            f"{field_and_name}: its rotary embedding of type {kind!r} changes if a sequence has over {trained} tokens, "
+            "in the learner also for other sequences in the same packed row, but not for others in the sampler; set "
+            f"policy.max_total_sequence_length {longest_tokens} to at most {trained}"
         )
 
 

@@ -49,11 +49,11 @@ def check_origin(origin: Origin, run_id: str, step: int, chain: str, specs: Coll
     for field, value in expected.items():
         if (named := getattr(origin, field)) != value:
             raise Conflict(
-                f"the exported files say {field} {named!r} ({EXPORT_MANIFEST}), but the records of run {run_id} say {value!r}; name "
-                "the run and step that exported them, or export the model again"
+                f"the exported files say {field} {named!r} ({EXPORT_MANIFEST}), but the records of run {run_id} say "
+                f"{value!r}; name the run and step that exported them, or export the model again"
             )
     if origin.spec_sha256 not in specs:
         raise Conflict(
-            f"the exported files name a spec with the SHA-256 {origin.spec_sha256} ({EXPORT_MANIFEST}), but the spec of run "
-            f"{run_id} has another; export the model again"
+            f"the exported files name a spec with the SHA-256 {origin.spec_sha256} ({EXPORT_MANIFEST}), but the spec "
+            f"of run {run_id} has another; export the model again"
         )

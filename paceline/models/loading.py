@@ -50,7 +50,7 @@ def check_head(config: Any, name: str) -> None:
     for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
         value = getattr(text, key, None)
         if value is not None and value != neutral:
-            raise InvalidInput(f"policy.model_name {name!r}: {key} is {value} in the model's config, which is not supported")
+            raise InvalidInput(f"policy.model_name {name!r}: {key} {value} in its config is not supported")
 
 
 def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput | None:

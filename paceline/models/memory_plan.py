@@ -204,8 +204,8 @@ def refusal(spec: RunSpec, shape: ModelShape, room: Room) -> str:
     assert full.room_bytes is not None
     largest = max(full.parts, key=lambda name: full.parts[name])
     text = (
-        f"{full.device} has {gigabytes(full.room_bytes)}, but needs an estimated {gigabytes(full.bytes)}, of which "
-        f"{gigabytes(full.parts[largest])} are for {largest}"
+        f"{full.device} has {gigabytes(full.room_bytes)} for an estimated {gigabytes(full.bytes)}, of which "
+        f"{gigabytes(full.parts[largest])} {largest}"
     )
     settings = remedies(spec, shape, room)
     if not settings:

@@ -94,8 +94,8 @@ def _check_weights(model: Any, files: WeightFiles, what: str, begins: bool) -> N
         for other in stored[1:]:
             if not same_bits(stored[0], other):
                 raise InvalidInput(
-                    f"{what}: {files.place} has different values in {stored[0].name!r} and {other.name!r}, but the config "
-                    "ties these tensors; set tie_word_embeddings to false in config.json, or remove one of them"
+                    f"{what}: {files.place} has different values in {stored[0].name!r} and {other.name!r}, but the "
+                    "config ties these tensors; set tie_word_embeddings to false in config.json, or remove one of them"
                 )
     if begins and SCORE in missing:
         missing.discard(SCORE)

@@ -135,8 +135,8 @@ def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Cal
         shard = ranks // replicate
     if replicate * shard != ranks:
         raise InvalidInput(
-            f"policy.parallel.replicate {parallel.replicate} and shard {parallel.shard} do not multiply to {ranks}, the number of "
-            "the learner's ranks; set one of them to auto, or to a divisor of that number"
+            f"policy.parallel.replicate {parallel.replicate} and shard {parallel.shard} do not multiply to {ranks}, "
+            "the number of the learner's ranks; set one of them to auto, or to a divisor of that number"
         )
     return MeshShape(replicate, shard)
 

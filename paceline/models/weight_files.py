@@ -60,7 +60,7 @@ class WeightFiles:
             stored = dict(_stored_tensors(file))
             for name in names:
                 if name not in stored:
-                    raise InvalidInput(f"{what}: {INDEX} names {path} for the tensor {name!r}, but that file does not have it")
+                    raise InvalidInput(f"{what}: {INDEX} names {path} for tensor {name!r}, which it does not have")
             for name in stored.keys() & self.tensors.keys():
                 if not same_bits(stored[name], self.tensors[name]):
                     raise InvalidInput(
@@ -102,8 +102,8 @@ def find_weight_files(name: str, source: str, field: str) -> WeightFiles:
         has_single = (not files or Path(source).is_dir()) and _located(source, SINGLE) is not None
     if has_single and files and SINGLE not in files:
         raise InvalidInput(
-            f"{what} has both {SINGLE} and {INDEX}, and not all programs read the same one; remove the file that is not "
-            "the model's"
+            f"{what} has both {SINGLE} and {INDEX}, and not all programs read the same one; remove the file that is "
+            "not the model's"
         )
     if not has_single and not files:
         raise _without_safetensors(source, what)

@@ -119,8 +119,8 @@ class BoundedLoader(StepwiseLoader):
     def _check_time(self, place: str) -> None:
         if self._clock() > self._until_s:
             raise SpecError(
-                f"reading the spec took longer than {MAX_READ_S:g} s and only reached {place}; shorten the spec, or submit it again "
-                "when the coordinator's machine has less to do"
+                f"reading the spec took longer than {MAX_READ_S:g} s and only reached {place}; shorten the spec, or "
+                "submit it again when the coordinator's machine has less to do"
             )
 
 

@@ -252,7 +252,7 @@ def _pattern(key: str, value: Any) -> str:
         wrong = sorted(set(re.findall(r"[^A-Za-z0-9._-]", str(value))))
         remedy = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")[:63] or "run"
         reason = f"{' '.join(map(repr, wrong[:5]))} not" if wrong else "the first one a letter or a digit"
-        return f"may have letters, digits, dots, dashes and underscores, {reason}, and at most 63 characters; write name={remedy}"
+        return f"may have at most 63 letters, digits, dots, dashes and underscores, {reason}; write name={remedy}"
     if key == "checkpointing.metric_name":
         return "must be val: or train: with a metric after it, such as val:reward or train:loss"
     return "has a form that is not allowed"

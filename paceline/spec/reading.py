@@ -195,7 +195,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise SpecError(f"override {override!r} must look like section.key=value")
     if dotted.startswith(("+", "~")):
         raise SpecError(
-            f"override {override!r} has Hydra's {dotted[0]!r}; write it without the prefix, as {dotted.lstrip('+~')}={raw}"
+            f"override {override!r} has Hydra's {dotted[0]!r}; write it without this, as {dotted.lstrip('+~')}={raw}"
         )
     keys = dotted.split(".")
     try:

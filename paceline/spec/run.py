@@ -348,7 +348,7 @@ class RunSpec(Section):
                 )
         if self.data.streaming:
             raise ValueError(
-                f"data.streaming true with algorithm {self.algorithm!r}, which reads its examples by index; set data.streaming to false"
+                f"data.streaming true with algorithm {self.algorithm!r}, which reads examples by index; set it to false"
             )
         if self.data.source_key is not None:
             raise ValueError(
@@ -452,13 +452,13 @@ class RunSpec(Section):
             )
         if not self.uses_value_model and self.value != ValueSection():
             raise ValueError(
-                f"value is set with grpo.advantage {self.grpo.advantage!r}: only 'gae' has a value model; set 'gae', or "
-                "remove value"
+                f"value is set with grpo.advantage {self.grpo.advantage!r}: only 'gae' has a value model; set 'gae', "
+                "or remove value"
             )
         if self.value.policy_training_start_step >= self.grpo.max_num_steps:
             raise ValueError(
                 f"value.policy_training_start_step {self.value.policy_training_start_step} leaves no step to the "
-                f"policy, because grpo.max_num_steps is {self.grpo.max_num_steps}; lower the former, or raise the latter"
+                f"policy, because grpo.max_num_steps is {self.grpo.max_num_steps}; lower the first, or raise the second"
             )
         if (self.grpo.val_period or self.grpo.val_at_start or self.grpo.val_at_end) and self.data.validation is None:
             raise ValueError(

@@ -164,7 +164,7 @@ class UserProcess(_Child):
             since_s = starved_seconds(process.pid, sum(used_s), timeout_s / 2)
             if since_s is not None:
                 timeout = ProcessTimeout(
-                    f"timed out after {timeout_s:g} s, with {since_s:.2f} s of processor time in the second half of this time"
+                    f"timed out after {timeout_s:g} s, with {since_s:.2f} s of processor time in the second half"
                 )
                 timeout.starved = True
             self.kill()

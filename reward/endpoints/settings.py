@@ -111,7 +111,7 @@ def _fault(kind: type[Section], fault: Any, what: str) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         if name.rpartition(".")[2] in ("api_key", "key", "token", "password", "headers"):
-            return f"{what} takes no {name!r}: keys stay out of the spec; name its variable in api_key_env, or api_key_file"
+            return f"{what} takes no {name!r}: keys stay out of the spec; name its variable in api_key_env, or its file"
         fields = [*kind.model_fields, *(f"endpoint.{field}" for field in EndpointSettings.model_fields)]
         return f"{what} takes no {name!r}{nearest(name, fields)}"
     message = fault["msg"].removeprefix("Value error, ")

@@ -66,7 +66,7 @@ def test_the_digest_covers_mask_prompts_samples_and_turns() -> None:
         ("logprobs", -np.ones(7, np.float32), "were not sampled must be 0"),
         ("turns", np.array([[0, 0, 2]], np.int32), "1, 3. with 4 turn_rewards"),
         ("turns", np.array([[0, 0, 2], [0, 3, 5], [1, 0, 1], [2, 0, 2]], np.int32), "not within its transcript"),
-        ("turns", np.array([[0, 3, 4], [0, 0, 2], [1, 0, 1], [2, 0, 2]], np.int32), "does not begin after"),
+        ("turns", np.array([[0, 3, 4], [0, 0, 2], [1, 0, 1], [2, 0, 2]], np.int32), "is not after"),
         ("turns", np.array([[0, 0, 1], [0, 3, 4], [1, 0, 1], [2, 0, 2]], np.int32), "its turns do not cover"),
         ("turn_rewards", np.full(4, np.inf, np.float32), "infinite"),
         ("spans", np.array([[0, 1, 3, 0, 4], [1, 1, 4, 0, 1], [2, 1, 3, 0, 2]], np.int64), "do not cover"),

@@ -354,9 +354,7 @@ class HeldWeights:
             present, needed = sum(math.prod(shape) for _, shape in boxes), math.prod(self.plans[name].shape)
             boxes.sort()
             if present != needed or any(_overlap(*pair) for pair in _may_overlap(boxes)):
-                raise WireError(
-                    f"the snapshot's parts have {present} of {needed} elements of {name!r}, or some elements twice"
-                )
+                raise WireError(f"the snapshot's parts have {present} of {needed} elements of {name!r}, or duplicates")
 
     def _names(self, rank: int, chunk: int) -> str:
         layout = self.layouts[rank]

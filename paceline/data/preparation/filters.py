@@ -188,8 +188,8 @@ def _by_overlap(spec: RunSpec, prepared: RunSpec) -> Iterator[Filter]:
     for name, rows in sets.items():
         if not any(prompt_texts(rows, spec.data.prompt_key)):
             raise DataError(
-                f"data.preparation.max_overlap: {name} has no prompts in {spec.data.prompt_key!r} or a usual column, but only "
-                f"the columns {', '.join(rows.columns)}; rename its column, or move the file if it is no evaluation set"
+                f"data.preparation.max_overlap: {name} has no prompts in {spec.data.prompt_key!r} or a usual column, "
+                f"only {', '.join(rows.columns)}; rename its column, or move the file if it is no evaluation set"
             )
     indexes = {name: OverlapIndex(prompt_texts(rows, spec.data.prompt_key)) for name, rows in sets.items()}
     yield by_overlap(indexes, share)

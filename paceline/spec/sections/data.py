@@ -283,14 +283,14 @@ class DataSection(Section):
         if not isinstance(self.train, tuple) or len(self.train) != len(weights):
             number = len(self.train) if isinstance(self.train, tuple) else 1
             raise ValueError(
-                f"train_weights has {len(weights)} weights, but train lists {number} data sets; give one weight to each entry of the "
-                "list train"
+                f"train_weights has {len(weights)} weights, but train lists {number} data sets; give one weight to "
+                "each entry of the list train"
             )
         least, total = min(weights), sum(weights)
         if least / total < 1 / MIXTURE_BLOCK:
             raise ValueError(
-                f"train_weights: {least:g} of {total:g} is a share below 1/{MIXTURE_BLOCK}, so its data set would never be drawn; "
-                "raise the weight, or remove the data set"
+                f"train_weights: {least:g} of {total:g} is a share below 1/{MIXTURE_BLOCK}, so its data set would "
+                "never be drawn; raise the weight, or remove the data set"
             )
 
 

@@ -123,7 +123,7 @@ class SchedulerSection(Section):
                     f"{field} {value} has no effect with name {self.name!r}; it applies only to {', '.join(names)}: remove {field}, or choose another name"
                 )
         if self.name == "wsd" and self.decay_steps is None:
-            raise ValueError("name 'wsd' without decay_steps: set decay_steps to the number of steps in which the rate falls at the end")
+            raise ValueError("name 'wsd' without decay_steps: set decay_steps, the steps of the fall at the end")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} and warmup_ratio {self.warmup_ratio} both set the warm-up; keep one"

@@ -176,7 +176,7 @@ class TrackerSection(Section):
     @model_validator(mode="after")
     def _check(self) -> TrackerSection:
         if self.offline and self.kind != "wandb":
-            raise ValueError(f"offline with kind {self.kind!r}: only wandb writes files that are sent later; remove offline")
+            raise ValueError(f"offline with kind {self.kind!r}: only wandb writes files for later; remove offline")
         if self.url and (not self.url.startswith(("http://", "https://")) or "@" in self.url.split("/")[2]):
             raise ValueError(
                 f"url {self.url.split('@')[-1]!r} must be http(s)://HOST[:PORT]/… without a password, which belongs in the "

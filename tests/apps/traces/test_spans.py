@@ -196,7 +196,7 @@ def test_converted_calls_are_groups_of_offline_grpo(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"prompt": "a"}', r"line 1: .* is neither OpenTelemetry JSON .* nor a rollout of verifiers"),
-        ("[1]", "line 1: the row is list, but must be an object"),
+        ("[1]", "line 1: list is not an object"),
         ('{"resourceSpans": ', "line 1, column 20: not valid JSON"),
         (
             '{"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": [{"a": 1}]}]}]}]}',

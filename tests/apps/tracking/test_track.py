@@ -66,7 +66,7 @@ def test_mistakes_are_named(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -
     assert "names no tracker (logger.trackers); name one with --to" in paceline("track", RUN_ID, *here).stderr
     assert "no run 'nosuch'" in paceline("track", "nosuch", "--to", "wandb", *here).stderr
     refused = paceline("track", RUN_ID, "--to", "tensorboard", "--offline", *here)
-    assert "offline with kind 'tensorboard': only wandb writes files that are sent later" in refused.stderr
+    assert "offline with kind 'tensorboard': only wandb writes files for later" in refused.stderr
     refused = paceline("track", RUN_ID, "--to", "mlflow", "--url", "http://me:secret@host", *here)
     assert "without a password" in refused.stderr
     assert "secret" not in refused.stderr

@@ -129,7 +129,7 @@ def test_an_algorithm_says_the_format_that_it_reads(tmp_path: Path, algorithm: s
         (
             "dpo",
             "stepwise",
-            "TRL's stepwise supervision, which dpo does not read; no algorithm reads this format: write a row for",
+            "TRL's stepwise supervision, which dpo does not read; no algorithm reads this format: write a row with",
         ),
         ("sft", "stepwise", "TRL's stepwise supervision, which sft does not read; no algorithm reads it"),
         ("kto", "stepwise", "TRL's stepwise supervision, which kto does not read"),
@@ -164,9 +164,7 @@ def test_prompts_of_nemo_rl_have_their_column(tmp_path: Path) -> None:
     prompts = open_prompts(DataSection(train=str(write(tmp_path / "d.jsonl", ROWS["nemo"]))), 1)
     assert prompts.draw(0) == ("2+2=", {"output": "4"})
     assert prompts.columns == ("output",)
-    assert prompts.format.endswith(
-        "the model completes the prompts of 'input', and the reward functions get the other columns"
-    )
+    assert prompts.format.endswith("completions are sampled for 'input', and reward functions get the other columns")
 
 
 def test_tools_are_a_list_of_schemas_or_json(tmp_path: Path) -> None:

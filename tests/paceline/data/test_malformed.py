@@ -135,7 +135,7 @@ PROMPT = '{"prompt": "a"}'
         (
             "d.jsonl",
             f"{PROMPT}\n[1]\n",
-            ", line 2: the row is list, but must be an object with columns; correct or remove it",
+            ", line 2: list is not an object with columns; correct or remove it",
         ),
         (
             "d.jsonl",
@@ -156,7 +156,7 @@ PROMPT = '{"prompt": "a"}'
         (
             "d.json",
             f"[{PROMPT},\n 7]",
-            ", line 2 (row 1): the row is int, but must be an object with columns; correct it",
+            ", line 2 (row 1): int is not an object with columns; correct it",
         ),
         (
             "d.json",

@@ -105,7 +105,7 @@ def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         (['{"prompt": "a"}', '{"prompt": '], "line 2, column 13: not valid JSON (Expecting value)"),
-        (['{"prompt": "a"}', "", "[1]"], "line 3: the row is list, but must be an object"),
+        (['{"prompt": "a"}', "", "[1]"], "line 3: list is not an object"),
         (['{"prompt": "a"}', '{"prompt": ' + "[" * 100_000], "line 2: nested too deeply"),
         (
             ['{"prompt": "a"}', '{"prompt": ""}'],

@@ -337,5 +337,5 @@ def test_a_message_of_the_template_ends_at_its_own_stop(tmp_path: Path) -> None:
 def test_a_tokenizer_without_an_end_is_named() -> None:
     tokenizer = tokenizer_of("byte_level")
     tokenizer.eos_token = None
-    with pytest.raises(InvalidInput, match=r"no token for the end of a sequence.*set eos_token"):
+    with pytest.raises(InvalidInput, match=r"no end-of-sequence token.*set eos_token"):
         encode_exchange(tokenizer, "say", "yes", "auto")

@@ -68,7 +68,7 @@ def test_frequencies_that_depend_on_the_row_are_refused_beyond_the_trained_lengt
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     check_positions({"rope_parameters": rope}, NAME, 4096)
     check_positions({"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 8}, NAME, 4096)
-    with pytest.raises(InvalidInput, match=r"'longrope' changes if a sequence has more than 4096 tokens"):
+    with pytest.raises(InvalidInput, match=r"'longrope' changes if a sequence has over 4096 tokens"):
         check_positions({"rope_parameters": rope}, NAME, 4097)
     old = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 2048}
     with pytest.raises(InvalidInput, match=r"max_total_sequence_length 2049 to at most 2048"):

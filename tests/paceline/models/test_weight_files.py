@@ -113,7 +113,7 @@ def test_a_file_that_lacks_a_tensor_of_the_index(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "one.safetensors")
     index = {"weight_map": dict.fromkeys([*TENSORS, "z"], "one.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(InvalidInput, match=r"one\.safetensors for the tensor 'z'"):
+    with pytest.raises(InvalidInput, match=r"one\.safetensors for tensor 'z'"):
         find_weight_files(str(tmp_path), str(tmp_path), "policy.model_name")
     (tmp_path / "one.safetensors").unlink()
     with pytest.raises(Unreadable, match=r"one\.safetensors"):

@@ -191,7 +191,7 @@ def test_overrides_reach_into_lists_and_make_sections(spec_path: Path) -> None:
     [
         ("grpo.seed", "override 'grpo.seed' must look like section.key=value"),
         ("=3", "override '=3' must look like section.key=value"),
-        ("++grpo.seed=3", "override '++grpo.seed=3' has Hydra's '+'; write it without the prefix, as grpo.seed=3"),
+        ("++grpo.seed=3", "override '++grpo.seed=3' has Hydra's '+'; write it without this, as grpo.seed=3"),
         ("rewards.2.weight=1", "override 'rewards.2.weight=1': '2' must be an index below 2"),
         ("rewards.first.weight=1", "override 'rewards.first.weight=1': 'first' must be an index below 2"),
         (

@@ -70,7 +70,7 @@ def test_a_fault_is_in_our_words(override: str, message: str) -> None:
 
 def test_a_forbidden_name_is_explained_without_a_regular_expression() -> None:
     assert refusal("name=my run/1") == (
-        "name: may have letters, digits, dots, dashes and underscores, ' ' '/' not, and at most 63 characters; "
+        "name: may have at most 63 letters, digits, dots, dashes and underscores, ' ' '/' not; "
         "write name=my-run-1 (got 'my run/1')"
     )
     assert "the first one a letter or a digit" in refusal("name=-x")
