@@ -1,5 +1,5 @@
 """Reads arrays from a safetensors frame as views and checks them by name. Unreadable bytes raise a WireError.
-`RowArrays` are those of a group with an environment (`exchange.proto`, GroupResult). Promise: decoded transcripts
+`RowArrays` are the arrays of a group with an environment (`exchange.proto`, GroupResult). Promise: decoded transcripts
 belong to samples in order, masks match version spans and turns, and only sampled tokens have a log-probability."""
 
 from __future__ import annotations

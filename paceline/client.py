@@ -228,8 +228,8 @@ class Client(Connection):
         return self._send_bundle(bundle) if bundle is not None else ""
 
     def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:
-        """Order a checkpoint of the training run and return the checkpoint's folder once complete, at once if the
-        newest step has one. Raises NotFound; Conflict if no learner has the run; Unavailable after `timeout_s`."""
+        """Order a checkpoint of the training run; return its folder when it is complete, immediately if the newest step
+        has a checkpoint. Raises NotFound; Conflict if no learner has the run; Unavailable after `timeout_s`."""
         from paceline.v1.run_pb2 import RunServiceCheckpointRequest
 
         request = RunServiceCheckpointRequest(run_id=run_id)

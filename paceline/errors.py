@@ -46,8 +46,8 @@ class Conflict(PacelineError):
 
 
 class CheckpointFault(PacelineError):
-    """The checkpoint at the start of a session is missing, damaged or unreadable, or its folder has one of another
-    session. An older checkpoint, or another session, may work."""
+    """The checkpoint at the start of a session is missing, damaged or unreadable, or its folder has a checkpoint of
+    another session. An older checkpoint, or another session, may work."""
 
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ class NonFiniteLoss(PacelineError):
 
 
 class EngineDied(Unavailable):
-    """The rollout engine stopped after an internal error; its worker has to start a new one."""
+    """The rollout engine stopped after an internal error; its worker has to start a new engine."""
 
 
 MAX_CHARS = 500

@@ -13,7 +13,7 @@ MAX_KINDS = 1000
 
 
 class RateLimitedLog:
-    """Writes each kind of line to `log` at most once in `interval_s`; the next line has the number of omitted ones."""
+    """Writes each kind of line to `log` at most once in `interval_s`; the next line has the number of omitted lines."""
 
     def __init__(
         self,

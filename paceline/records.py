@@ -49,7 +49,7 @@ class RecordedEvent(NamedTuple):
 
 
 class Records:
-    """Records that `call` reads: a coordinator's, or those of a ledger read in this process."""
+    """Records of a coordinator, or of a ledger that this process reads; `call` sends the requests."""
 
     def __init__(self, call: Call):
         self._call = call

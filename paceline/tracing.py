@@ -1,6 +1,6 @@
 """Traces: one for each group from lease to training and one for each step, with W3C's format in every header. The ids
 are functions of run and group, so every service finds the same trace without a lookup. Spans, and the services'
-metrics, go to the OpenTelemetry SDK and, if OTEL_EXPORTER_OTLP_ENDPOINT is set, out by OTLP; else they cost little."""
+metrics, go to the OpenTelemetry SDK, and are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set; else they cost little."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def set_up_tracing(service: str) -> None:
 
 def set_up_metrics(service: str, *, scraped: bool = False) -> None:
     """Collect this process's metrics, once per process. If an OTLP endpoint is configured, export them at the end and
-    every OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000). With `scraped` they are in prometheus_client's registry."""
+    every OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000). With `scraped` prometheus_client's registry has them."""
     readers: list[MetricReader] = []
     if os.environ.get(ENDPOINT_VARIABLE):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter

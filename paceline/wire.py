@@ -246,7 +246,7 @@ MAX_NOTE_BYTES = 16 << 20
 
 class TurnArrays(NamedTuple):
     row: int
-    """Index of the transcript that the turn extends; an index one above the last begins a new transcript."""
+    """Index of the transcript that the turn extends; the last transcript's index plus 1 begins a new transcript."""
     context_ids: IntArray
     """[K] tokens that the model reads before it samples; in a new transcript, the transcript's prompt."""
     token_ids: IntArray

@@ -17,7 +17,7 @@ from paceline.spec.reading import code_paths, file_of
 def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]) -> str:
     """Return why the code of a bundle may not be used, as a sentence; empty if it may. `allowed` are the folders of
     `--functions-from`; without any, all bundles may be used. If there are such folders, each file of code must equal
-    the file that this machine has at the submitter's path of it, and that path must be below one of the folders."""
+    the file at the submitter's path on this machine, and that path must be below one of the folders."""
     if not allowed:
         return ""
     folders = [folder.expanduser().resolve() for folder in allowed]

@@ -29,7 +29,7 @@ class BundleCache:
 
     def open(self, manifest: Manifest, fetch: Fetch) -> HeldFolder:
         """Return the files of `manifest` in a folder; `fetch` yields a file's content if the cache lacks the bundle.
-        Raises as `fetch` and `BoundedCache.open`; Unreadable also for a file with the wrong digest."""
+        Raises the errors of `fetch` and `BoundedCache.open`; Unreadable also for a file with the wrong digest."""
 
         key = storage_key()
 

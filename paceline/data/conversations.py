@@ -1,9 +1,9 @@
 """Converts a conversation to token ids and the mask of the assistant's tokens, each answer with the token that ends it.
 
-The chat template marks the assistant's text (`{% generation %}`). Without marks the text is found by prefixes: it is
-what an assistant message adds to the rendered conversation before it, opened for an answer. Promise: every answer is
-trained with a token at which sampling stops, or with the template's end of a turn; in the second case the last answer
-has such a token after its end. So the model learns to stop, and no token is trained that begins outside an answer.
+The chat template marks the assistant's text (`{% generation %}`). Without marks, the text is what a message of the
+assistant adds to the rendering of the messages before, opened for an answer. Promise: every answer is trained with a
+token at which sampling stops, or with the template's end of a turn; in the second case the last answer has such a token
+after its end. So the model learns to stop, and no token is trained that begins outside an answer.
 """
 
 from __future__ import annotations

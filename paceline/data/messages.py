@@ -229,9 +229,9 @@ def read_json(text: str) -> Any:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the definitions of tools of a row in the API's form, `{"type": "function", "function": {…}}`; None if it
-    has none. The column is a list of them, or of bare functions, each as an object or as JSON, or the whole list as
-    JSON. Keys without a value, which tables add, are removed. Raises DataError for anything else."""
+    """Return the definitions of tools of a row in the API's form, `{"type": "function", "function": {…}}`; None if the
+    row has none. The column is a list of definitions or bare functions, each as an object or as JSON, or the whole
+    list as JSON. Keys without a value, which tables add, are removed. Raises DataError for anything else."""
     value = row.get(TOOLS_KEY)
     if value in (None, "", [], "null"):
         return None
@@ -252,7 +252,7 @@ def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None
 
 
 def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
-    """Return one tool's definition in the API's form; `value` is its column. `filled`: a table may have added nulls."""
+    """Return a tool's definition in the API's form; `value` is the column's. `filled`: a table may have added nulls."""
     if not isinstance(tool, dict):
         raise _bad_tools(value)
     read: Json = _without_nulls(tool) if filled else tool

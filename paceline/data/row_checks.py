@@ -137,8 +137,8 @@ def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
 
 
 def conversations(table: pa.Table, name: str, *, system: bool) -> Mask:
-    """Return [N] whether column `name` has conversations of at least two messages, the last by the assistant, and
-    unless `system` is true no system message first."""
+    """Return [N] whether column `name` has conversations of at least two messages, of which the last is the assistant's
+    and the first is no system message (unless `system` is true)."""
     passing = texts(table, name)
     if name not in table.column_names or _is_text(table[name].type) or not passing.any():
         return np.zeros(table.num_rows, bool)

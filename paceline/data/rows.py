@@ -3,7 +3,7 @@
 A file is indexed and not kept in memory: row i is read on request. Promise: opening reports a malformed row with its
 line or row number, before anything trains on it.
 
-The first line of a CSV file names the columns. A column has numbers or truth values if all its filled cells are such;
+The first line of a CSV file names the columns. A column has numbers (or truth values) if all its filled cells have;
 empty cells are null. Every other column is text (`007`, `1,5` and dates stay unchanged). So is a column with a number
 in another spelling (`0.50`, `1e5`), because such values are compared with texts; its empty cells are null too.
 

@@ -88,7 +88,7 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
     ids |= frozenset(() if own is None else (own,))
     if not ids:
         raise InvalidInput(
-            "the tokenizer has no end-of-sequence token, so no completion could end; set eos_token in tokenizer_config.json"
+            "the tokenizer has no end-of-sequence token, so no completion ends; set eos_token in tokenizer_config.json"
         )
     return ids
 
@@ -126,7 +126,7 @@ def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
         if token not in added or token in written:
             raise InvalidInput(
                 f"{what}: the tokenizer gives {token!r} the id {token_id}, but the model's embedding has {num_rows} "
-                "rows; use the model's tokenizer, or add rows by transformers' resize_token_embeddings and save the model"
+                "rows; use the model's tokenizer, or add rows by transformers' resize_token_embeddings and save it"
             )
 
 
@@ -367,8 +367,8 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to the last one at which sampling stops; None without such a token, or if more
-    than white space follows it. Other text may follow that lacks `message`, a text that the template wrote."""
+    """Return the number of tokens up to the last one at which sampling stops; None without such a token, or if text
+    follows it. White space may follow, and text without `message` (the message's text, if it has one)."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:
@@ -379,7 +379,7 @@ def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozens
 
 
 def _ended(tokenizer: Any, ids: list[int], message: str = "", stops: frozenset[int] | None = None) -> IntArray:
-    """Return tokens up to their end. The end of sequence is added if they have none."""
+    """Return tokens up to the `end_of` the completion; if there is none, add the end of sequence."""
     end = end_of(tokenizer, ids, message, stops)
     return np.array([*ids, end_id(tokenizer)] if end is None else ids[:end], np.int32)
 

@@ -195,7 +195,7 @@ def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
 
 
 def open_data(path: Path) -> IO[bytes]:
-    """Return a reader of a data file's plaintext. The file may be encrypted itself, and its cache may have encrypted it
+    """Return a reader of a data file's plaintext. The file may be encrypted, and a cache may have encrypted its copy
     again. Raises WrongKey, InvalidInput as `plaintext` does, and OSError."""
     return plaintext(plaintext(open_regular(path), str(path)), str(path))
 

@@ -9,7 +9,7 @@ stored bytes: sizes and digests are those of a manifest, which is compared witho
 the writer of a file decides that.
 
 The root of a deployment's large files (`--store` of the coordinator: checkpoints, exports, stored weights) is such a
-folder. An unreachable store only delays writes. One that refuses writes is reported before a run starts.
+folder. An unreachable store only delays writes. A store that refuses writes is reported before a run starts.
 """
 
 from __future__ import annotations

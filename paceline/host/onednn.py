@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 CACHED_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 128, "LRU_CACHE_CAPACITY": 32}
-"""Maps a variable to the shapes that it lets a cache of oneDNN or PyTorch hold; a pass over a model has about 20."""
+"""Maps the variable of a cache (of oneDNN, of PyTorch) to its largest number of shapes; a model has about 20."""
 
 
 def bound_caches() -> None:

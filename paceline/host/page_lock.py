@@ -18,7 +18,7 @@ class PageLocks:
     """Locked ranges of one mapping of memory. Not for several threads at once."""
 
     def __init__(self, runtime: Any = None) -> None:
-        """`runtime` has the two calls of the CUDA runtime; 0 is success."""
+        """`runtime` has two functions of the CUDA runtime, which return 0 on success."""
         self._runtime = runtime
         self._locked: set[tuple[int, int]] = set()
         self._refused = False

@@ -52,7 +52,7 @@ def keep_private() -> None:
 
 def end_with(command: Callable[[], object]) -> NoReturn:
     """Run a console command and its exit handlers, and end the process with its status. Nothing waits for threads of
-    libraries: gRPC's have kept a process for minutes after the interpreter's end."""
+    libraries: threads of gRPC have kept a process for minutes after the interpreter's end."""
     status: object = 0
     try:
         command()

@@ -15,8 +15,8 @@ FOLDERS = {
 
 
 def hub_remedy(name: str) -> str:
-    """Return the remedy for a `name` at which no model or data set was found. The name may be that of a folder with
-    other files, a path that does not exist, or a name on a hub that may be unreachable."""
+    """Return the remedy for a `name` at which no model or data set was found: a folder with other files, a path that
+    does not exist, or a name on a hub that may be unreachable."""
     if Path(name).is_dir():
         return "name the files in that folder (./folder/*.jsonl), or a folder made by `save_to_disk`"
     parts = name.rstrip("/").split("/")

@@ -291,11 +291,11 @@ def is_open(spec: RunSpec) -> bool:
 
 
 def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
-    """Return the spec without `auto` in policy.generation.backend and max_batch_size, policy.activation_checkpointing
-    and policy.train_mb_tokens, and with vLLM's share of a GPU shared with the learner; and a sentence for each
-    replaced key. The choice is the first of none, selective and full with which the usual 8,192 tokens fit (or the
-    longest sequence, if that is more), then the largest power of two of tokens that fits. If the model's sizes or
-    the room are unknown, the choice is full and 8,192. `has_vllm`: vLLM is installed where the run samples."""
+    """Return the spec with values for `auto` (policy.generation.backend and max_batch_size, policy.train_mb_tokens,
+    policy.activation_checkpointing) and vLLM's share of a GPU of the learner; a sentence for each replaced key. The
+    choice is the first of none, selective and full with which the usual 8,192 tokens fit (or the longest sequence,
+    if that is more), then the largest power of two of tokens that fits. If the model's sizes or the room are
+    unknown, the choice is full and 8,192. `has_vllm`: vLLM is installed where the run samples."""
     room = with_gpu_size(spec, room)
     spec, notes = with_engine(spec, has_vllm=has_vllm)
     shares = spec.policy.generation.backend == "vllm" and _lacks_share(spec)
@@ -346,7 +346,7 @@ def _lacks_share(spec: RunSpec) -> bool:
 
 
 def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[RunSpec, list[str]]:
-    """Return the spec without `auto` in activation checkpointing and micro-batch size."""
+    """Return the spec with values for `auto` in activation checkpointing and micro-batch size."""
     policy = spec.policy
     is_auto = policy.activation_checkpointing == "auto", policy.train_mb_tokens == "auto"
     if not any(is_auto):
@@ -383,8 +383,8 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
 
 
 def checked_plan(spec: RunSpec) -> RunSpec:
-    """Return the spec to submit, without `auto` if this machine has the model's config.json. Raises SpecError if the
-    load of a GPU of cluster.gpu_gb does not fit."""
+    """Return the spec to submit; if this machine has the model's config.json, values replace each `auto`. Raises
+    SpecError if the load of a GPU of cluster.gpu_gb does not fit."""
     shape = read_shape(spec.policy.model_name)
     if shape is None:
         return with_engine(spec)[0]  # the coordinator, which may have it, decides the rest

@@ -1,7 +1,7 @@
 """The one place that decides, for every role, whether files hold the weights of the model that their config describes.
 Promise: a model is returned only if each of its weights comes from the files: no tensor is missing, unused, of
-another shape, NaN, or stored in a type that has a meaning only with the scales of a quantization. Only this module
-calls `from_pretrained`, because transformers initializes a missing tensor at random and continues."""
+another shape, NaN, or stored in a type that needs the scales of a quantization. Only this module calls
+`from_pretrained`, because transformers initializes a missing tensor at random and continues."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def read_state(model: Any, tensors: Mapping[str, Any], device: Any, *, view: Any
 
 @contextlib.contextmanager
 def _without_progress() -> Iterator[None]:
-    """Disable transformers' progress bars within the block, which takes no time."""
+    """Disable transformers' progress bars within the `with` block."""
     from transformers.utils import logging
 
     bars: Any = logging

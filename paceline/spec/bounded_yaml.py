@@ -1,7 +1,7 @@
 """Parses untrusted YAML with limits on size, depth, number and length of values, and time. Anchors and aliases are
-refused: nested aliases can repeat a tree exponentially many times, and a submitted spec needs none, because those in
-a user's file are resolved when the file is read. libyaml reads the characters and Python builds the values, so a
-thread that reads a large text lets other threads run after each value."""
+refused: nested aliases can repeat a tree exponentially many times, and a submitted spec needs no aliases, because
+reading a user's file resolves them. libyaml reads the characters and Python builds the values, so a thread that
+reads a large text lets other threads run after each value."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`RunSpec`: one training job, and the rules that span several sections. `evaluation` sets how `paceline eval` queries
-a model, and the groups of problems that it reports. Runs do not read it."""
+"""`RunSpec`: one training job, and the rules that span several sections. The section `evaluation` sets how `paceline
+eval` queries a model, and which groups of problems it reports. Runs do not read that section."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ class EvaluationSection(Section):
     """Form of an evaluation outside of runs. Only `paceline eval` reads it."""
 
     method: Literal["sample", "choose", "prefer"] = "sample"
-    """`sample`: the model writes completions, which the reward functions score. `choose`: the answer is the one of
-    `data.choices` whose continuation has the highest log-probability (a second metric divides that by characters),
-    and the reward functions read its letter. `prefer`: the reward functions score `data.chosen_key` and
-    `data.rejected_key`, and the metric is how often the chosen one scores higher; --model is the reward model."""
+    """`sample`: the model writes completions, which the reward functions score. `choose`: the answer is the choice of
+    `data.choices` whose continuation has the highest log-probability (in a second metric: divided by characters), and
+    the reward functions read its letter. `prefer`: the reward functions score `data.chosen_key` and
+    `data.rejected_key`, and the metric is how often the chosen completion scores higher; --model is the reward
+    model."""
     continuation: str = " {choice}"
-    """Text whose log-probability after the prompt `choose` takes: `{choice}` is the answer, `{letter}` its letter."""
+    """Continuation whose log-probability `choose` compares: `{choice}` is an answer, `{letter}` its letter."""
     group_by: tuple[str, ...] = ()
     """Columns whose values divide the problems: each metric is also reported for each value, with the gap between the
-    best and the worst one, which `paceline gate --max` can bound."""
+    best and the worst value, which `paceline gate --max` can bound."""
 
     @field_validator("continuation")
     @classmethod

@@ -1,5 +1,5 @@
-"""Reads certificates: the holder, its role, the addresses and the time of validity. A certificate names a process or a
-person by its common name and gives the role as its organization (`CN=rollout-0, O=worker`), as cert-manager does
+"""Reads certificates: the holder and its role, the addresses and the time of validity. A certificate names a process or
+a person by its common name and gives the role as its organization (`CN=rollout-0, O=worker`), as cert-manager does
 with `subject.organizations`. Nothing here decides whether to trust a certificate: TLS has verified the chain."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """gRPC channels that verify the server and present this process's certificate; without a folder they are plain. A
 channel keeps the certificate with which it was opened, so `RenewedChannel` opens another one for calls that begin
-after the files have changed; calls under way end on the old one. gRPC does not report why a TLS connection failed,
-so `why_no_channel` makes a second one with Python's ssl, whose errors name the cause. Promise: it sends nothing but
-a handshake, and takes at most `LIMIT_S`."""
+after the files have changed; running calls end on the old channel. gRPC does not report why a TLS connection failed,
+so `why_no_channel` makes a second connection with Python's ssl, whose errors name the cause. Promise:
+`why_no_channel` sends nothing but a handshake, and takes at most `LIMIT_S`."""
 
 from __future__ import annotations
 

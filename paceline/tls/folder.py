@@ -4,7 +4,7 @@
     tls.crt, tls.key   the process's certificate with its chain, and the key; a person with a token has neither
 
 cert-manager's secrets have these names. Files may be replaced at any time, one after the other: until key and
-certificate match, the process keeps those that it read before, and logs a warning. Safe to use from any thread.
+certificate match, the process keeps the files that it read before, and logs a warning. Safe to use from any thread.
 """
 
 from __future__ import annotations

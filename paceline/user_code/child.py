@@ -1,6 +1,6 @@
 """The process' side of user code: connection, output, memory limit, and the causes of errors. Promises: the user code
 runs in its box (`paceline.user_code.box`), its output cannot get into the protocol, it cannot add more address space
-than its limit, and the process does not outlive the service. It never imports torch or transformers."""
+than its limit, and the process does not outlive the service. This module never imports torch or transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.user_code.box import Box
 MAX_LIMIT_BYTES = 2**62
 """Largest value that setrlimit takes."""
 OOM_SCORE = 500
-"""Score of this process, up to 1000: if the host runs out of memory, the kernel kills it before the service."""
+"""OOM score, at most 1000: if the host runs out of memory, the kernel kills this process before the service."""
 
 
 def connect(killed_first: bool = True) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The end of a process of user code: its errors, their text for users, and whether it was starved."""
+"""The end of a process of user code: its errors, their text for users, and whether the process was starved."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class UserProcess(_Child):
 
     async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
         """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied, after which the process has ended.
-        A cancelled call ends the process too, because one in the middle of a call cannot serve the next caller."""
+        A cancelled call ends the process too, because a process within a call cannot serve the next caller."""
         if self._reader is None or self._writer is None or self._process is None or self._watch is None:
             raise ProcessDied("was not running")
         process, watch = self._process, self._watch

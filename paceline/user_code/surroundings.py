@@ -5,13 +5,13 @@ Hidden files, by `isolation()`:
 OPEN      nothing
 SECRETS   the token or the coordinator's directory, the certificates, the storage key's file, and the bundles of other
           runs; workers beyond loopback choose it if the kernel supports it (`paceline.services.common.user_code_options`)
-REQUIRED  these and `CREDENTIALS`; a service does not start if that cannot be kept
+REQUIRED  the files of SECRETS, and `CREDENTIALS`; a service does not start if these cannot be hidden
 
-With the latter two, files that Python loads before the next process is in its box are read-only (`loaded_code`).
+With SECRETS and REQUIRED, files that Python loads before the next process is in its box are read-only (`loaded_code`).
 
-Its environment variables are those that describe how this host works, and those that a user named. Variables that may
-hold a secret are not among them: tokens, keys, passwords, addresses with a password, and every variable that is not on
-this list. `--pass-env` names further ones.
+The process gets the environment variables that describe how this host works, and those that a user named. It gets no
+variable that may hold a secret: tokens, keys, passwords, addresses with a password, and every variable that is not on
+this list. `--pass-env` names further variables.
 
 The service holds a lock on the folder for temporary files and removes it after the end of the process. If the service
 was killed, the lock ended with it, and `remove_left_over` of the next service on this host removes the folder.

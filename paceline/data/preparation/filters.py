@@ -97,7 +97,7 @@ def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
 
 
 def by_pass_rate(rates: Mapping[bytes, float], low: float, high: float) -> Filter:
-    """Leave out prompts whose pass rate is known and outside [low, high]."""
+    """Return a filter that leaves out prompts whose pass rate is known and outside [low, high]."""
 
     def check(prompt: Any, row: Row) -> str:
         rate = rates.get(key_of(prompt))

@@ -1,6 +1,6 @@
 """The dictionary of other libraries' names, and its lookup by the name that a user typed. `trl.yaml`, `nemo_rl.yaml`,
 `verl.yaml` and `prime_rl.yaml` have one entry for each name, at its path in the library, `common.yaml` has words of
-several libraries, and `values.yaml` values by our key. A test checks every key in them."""
+several libraries, and `values.yaml` values by our key. A test checks every key in these files."""
 
 from __future__ import annotations
 

@@ -149,19 +149,19 @@ class AsyncGrpoSection(Section):
     """Limits how far generation may run ahead of training."""
 
     max_trajectory_age_steps: NonNegativeInt = 1
-    """η: largest age in steps for leases and batches; 0 is synchronous, on-policy GRPO. `in_order` trains no older
-    token, `ready_first` trains late groups up to `hard_max_age`."""
+    """η: largest age in steps for leases and batches; 0 is synchronous, on-policy GRPO. With `in_order` no token of a
+    larger age is trained, with `ready_first` late groups are trained up to `hard_max_age`."""
     order: Literal["ready_first", "in_order"] = "ready_first"
     """`ready_first` trains complete groups, oldest first; `in_order` gives every lease a slot in its step."""
     late_wait_s: NonNegativeFloat = 30.0
     """Seconds for which a batch waits for an unfinished group that would pass the age limit (`ready_first`)."""
     hard_max_age: NonNegativeInt | None = None
-    """Largest age in steps at which a late group still trains; an older one is dropped as stale. Default 2·η + 2."""
+    """Largest age in steps at which a late group still trains; an older group is dropped as stale. Default 2·η + 2."""
     in_flight_weight_updates: bool = True
     """Change weights between two decode steps of running sequences; false waits for them to finish."""
     recompute_kv_cache_after_weight_updates: bool | PositiveInt = True
-    """Recompute the KV cache of running sequences with the new weights: true at every update of an engine, a number
-    once keys and values are that many updates old, false never."""
+    """When to recompute the KV cache of running sequences with the new weights. true: at every update of an engine. A
+    number: once keys and values are so many updates old. false: never."""
 
     @property
     def recompute_after_updates(self) -> int | None:
@@ -179,7 +179,7 @@ ExampleForm = Literal["demonstration", "preference", "labeled_completion", "trac
 
 
 class ExamplesSection(AlgorithmSection):
-    """Settings of every algorithm that trains on examples: number of examples and steps, evaluation on held-out ones."""
+    """Settings of every algorithm that trains on examples: numbers of examples and steps, evaluation."""
 
     samples: ClassVar[bool] = False
     example_form: ClassVar[ExampleForm]

@@ -21,7 +21,7 @@ class ChoicesSection(Section):
     keys: Annotated[tuple[str, ...], Field(min_length=1)]
     """One column with the list of answers (or, as in ARC, an object of `text` and `label`), or a column per answer."""
     answer_key: str | None = None
-    """Column with the right answer: its label, its letter, or its index from 0. Null: the first one is right."""
+    """Column with the right answer: its label, its letter, or its index from 0. Null: the first answer is right."""
     shuffle: bool = False
     """Shuffle the answers in an order that depends only on their texts, so that it is the same in every evaluation."""
 
@@ -80,8 +80,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PreparationSection(Section):
-    """Changes to the rows before a run: a function of yours, then filters. They run on the submitting machine, and the
-    run gets the prepared rows with its other files; no service runs the function."""
+    """Changes to the rows before a run: first a function of yours, then filters. The submitting machine makes the
+    changes, and the run gets the prepared rows with its other files; no service runs the function."""
 
     function: str | None = None
     """Function of a row (`path/to/file.py:name`) that returns a row, a list of rows, or None to leave the row out. It
@@ -157,7 +157,7 @@ class DataSection(Section):
     """The source of prompts. Columns that are not named here are passed to the reward functions."""
 
     preset: DataPresetName | None = None
-    """Names and columns of a public data set, for keys that are not set; `train` may name a local copy instead."""
+    """Public data set whose names and columns fill unset keys; `train` may name a local copy of the data set."""
     train: str | Annotated[tuple[str, ...], Field(min_length=1)]
     """A .jsonl, .parquet, .csv or .tsv file, a glob (`data/*.parquet`) or an fsspec URL (`s3://bucket/*.jsonl`) of such
     files, a list of these, a folder made by `datasets`, or a data set's name on the hub."""
@@ -203,7 +203,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message placed before every prompt; it turns a text prompt into a chat."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
-    """Prompts to which the chat template is applied. auto: messages always, text only when system_prompt is set."""
+    """Prompts to which the chat template is applied. auto: messages always, text only if system_prompt is set."""
     chat_template_kwargs: dict[str, JsonValue] = {}
     """Arguments of the chat template wherever it is applied (`{enable_thinking: false}` for Qwen3)."""
     shuffle: bool = True

@@ -1,6 +1,6 @@
 """`loss_fn`: the objective of `algorithm: grpo`, with presets named after the paper that proposed them. Promise: a
-preset only fills in keys that the spec leaves out, so the resolved spec shows every value and a user's setting
-always wins. Formulas and sources: docs/use/objectives.md."""
+preset only fills in keys that the spec leaves out, so the resolved spec shows every value and a user's setting takes
+precedence. Formulas and sources: docs/use/objectives.md."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ class OptimizerSection(Section):
     """Type of the two moments in memory and in checkpoints. bfloat16 halves their memory; they are rounded
     stochastically after every update, with numbers that depend only on the update and the parameter."""
     offload: bool = False
-    """Keep the two moments in host memory; a part at a time is moved to the GPU for its update. Unlike
-    policy.cpu_offload, parameters stay on the GPU."""
+    """Keep the two moments in host memory; parts of them are moved to the GPU one after the other, each for its update.
+    Unlike policy.cpu_offload, parameters stay on the GPU."""
 
 
 class SchedulerSection(Section):
@@ -97,9 +97,9 @@ class SchedulerSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The warm-up as a fraction of the run's steps, rounded up; instead of warmup_steps."""
+    """The warm-up as a fraction of the run's steps, rounded up; an alternative to warmup_steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The rate at the last step as a fraction of the peak, for shapes that fall until the last step."""
+    """Learning rate of the last step as a fraction of the peak, for shapes that fall until the last step."""
     power: PositiveFloat = 1.0
     """Exponent of `polynomial`; 1 is linear."""
     num_cycles: PositiveInt = 1
@@ -204,19 +204,19 @@ class GenerationSection(Section):
     max_new_tokens: PositiveInt = 256
     """Longest completion, in tokens. `rest`: what the prompt leaves of policy.max_total_sequence_length."""
     min_new_tokens: NonNegativeInt = 0
-    """Allow no stop token before this many tokens; biases the ratio, see allow_biased_sampling."""
+    """Allow no stop token before this many tokens; this biases the ratio, see allow_biased_sampling."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities everywhere are at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keep the likeliest tokens up to this total probability; below 1 biases the ratio, see allow_biased_sampling."""
+    """Keep the likeliest tokens up to this total probability. Below 1 biases the ratio, see allow_biased_sampling."""
     top_k: NonNegativeInt = 0
-    """Keep the k likeliest tokens; 0 keeps all; above 0 biases the ratio, see allow_biased_sampling."""
+    """Keep the k likeliest tokens; 0 keeps all. A value above 0 biases the ratio, see allow_biased_sampling."""
     stall_s: PositiveFloat = 300.0
     """If an engine with sequences to decode does not answer for this many seconds, its worker ends and other workers
     get the worker's leases. Set it far above the longest decode step, weight update or prefill."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Keep tokens with at least this fraction of the likeliest token's probability; above 0 biases the ratio, see
-    allow_biased_sampling."""
+    """Keep tokens with at least this fraction of the likeliest token's probability; a value above 0 biases the ratio,
+    see allow_biased_sampling."""
     repetition_penalty: PositiveFloat = 1.0
     """Repetition penalty: divides positive and multiplies negative logits of tokens already in prompt or completion;
     other values than 1 bias the ratio, see allow_biased_sampling."""
@@ -226,7 +226,7 @@ class GenerationSection(Section):
     """Strings that end a completion at the token that completes a string; the completion's text ends with the string.
     """
     allow_biased_sampling: bool = False
-    """Accept top_p, top_k, min_p, min_new_tokens, repetition_penalty; the learner's log-probabilities ignore them."""
+    """Accept top_p, top_k, min_p, min_new_tokens, repetition_penalty, which the learner's log-probabilities ignore."""
     max_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Largest number of sequences that one engine decodes at a time; with vLLM the KV cache may hold fewer. auto: 256
     for vllm on GPUs, else 64; chosen when the run is submitted."""
@@ -288,14 +288,14 @@ class PolicySection(Section):
 
     model_name: str
     """A local folder, a folder at an fsspec URL (`s3://bucket/model`), a name on the Hugging Face hub, or another run's
-    export: `run:ID`, or `run:ID/NAME` for one ordered by name."""
+    export: `run:ID`, or `run:ID/NAME` for an export ordered by name."""
     tokenizer_name: str | None = None
     """Folder, fsspec URL, hub name or `run:ID` of the tokenizer, if it is not with the model."""
     precision: Precision = "auto"
     """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA, else float32.
     float16 scales the loss; docs/use/models.md."""
     generation_precision: Precision = "auto"
-    """Type of the rollout engine's weights, and of the weights on the wire. auto: float16 if precision is, else
+    """Type of the rollout engine's weights, and of the weights on the wire. auto: float16 if precision is float16, else
     bfloat16 on CUDA and float32 elsewhere."""
     max_total_sequence_length: PositiveInt = 2048
     """Largest number of tokens of prompt and completion together; longer prompts are refused."""

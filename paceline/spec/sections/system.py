@@ -78,7 +78,7 @@ class WebhookSection(Section):
     """An address that gets a run's events by HTTP POST, signed with PACELINE_WEBHOOK_SECRET of the sending process."""
 
     url: str = ""
-    """Address. Put one that is itself a secret, such as Slack's, into `url_variable`."""
+    """Address. An address that is itself a secret, such as Slack's, belongs in `url_variable`."""
     url_variable: Annotated[str, Field(pattern=r"^([A-Z][A-Z0-9_]{0,63})?$")] = ""
     """Environment variable of the sending process with the address."""
     events: Annotated[tuple[Literal["ended", "failed", "stalled", "rule", "warning"], ...], Field(min_length=1)] = (
@@ -126,11 +126,11 @@ class WeightsSection(Section):
     """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
-    """Store a version in full after this many deltas, or once they have more bytes than the last full version."""
+    """Store a version in full after this many deltas, or once the deltas have more bytes than the last full version."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
-    """Expel a member of a transfer that for this many seconds neither receives bytes nor reports that it is loading."""
+    """Expel a member of a transfer that neither receives bytes nor reports that it is loading for this many seconds."""
     allow_plaintext_network: bool = False
     """Allow unencrypted weights between hosts with certificates (`--tls-dir`): for a learner on several hosts, or an
     object store without TLS. Relays always use TLS."""
@@ -144,7 +144,7 @@ class CheckpointingSection(Section):
     save_period: PositiveInt = 50
     """Steps between two checkpoints; the last step always writes one."""
     keep_top_k: PositiveInt = 2
-    """Complete checkpoints to keep: the newest or, with `metric_name`, the best and the newest one."""
+    """Complete checkpoints to keep: the newest or, with `metric_name`, the best and the newest checkpoint."""
     metric_name: Annotated[str, Field(pattern=r"^(train|val):\S+$")] | None = None
     """Metric of the best checkpoint: `val:reward` (evaluated after the step), or `train:` and a step's metric."""
     higher_is_better: bool = True
@@ -165,11 +165,11 @@ class TrackerSection(Section):
     project: Annotated[str, Field(min_length=1, max_length=128)] = "paceline"
     """Project in the tracker; MLflow's experiment."""
     url: str = ""
-    """URL of the server; empty: the one in the tracker's own variables (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
+    """URL of the server; empty: the URL in the tracker's own variables (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
     offline: bool = False
     """W&B: write files for `wandb sync` beside the run's tracking cursors."""
     names: Literal["paceline", "trl", "nemo_rl"] = "paceline"
-    """Names of the metrics: Paceline's, or TRL's or NeMo RL's for the same (docs/use/trackers.md)."""
+    """Library whose names the metrics get: Paceline, TRL or NeMo RL (docs/use/trackers.md)."""
     samples_per_step: Annotated[int, Field(ge=0, le=64)] = 2
     """Groups of each step whose completions are sent as a table."""
 
@@ -200,7 +200,7 @@ class LoggerSection(Section):
     kept, for the dashboard; 0 keeps none."""
     verify_share: Annotated[float, Field(ge=0, le=1)] = 0.002
     """Smallest share of each rollout worker's groups whose log-probabilities the learner compares with its own; the
-    run's events name a worker whose mean deviates. 0: never."""
+    run's events name a worker whose mean deviates. 0: none are compared."""
     profile_period: NonNegativeInt = 0
     """Period in steps of torch's profiler on rank 0 of the learner, to measure time in collectives; slower. 0: never.
     """
@@ -256,9 +256,9 @@ class ClusterSection(Section):
     reward_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the reward workers, split evenly over them; empty: CPU."""
     gpu_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of GPUs elsewhere; unset: the planning host's."""
+    """Memory of one GPU in GB (10⁹ bytes), to plan for GPUs of another host; unset: the GPUs of the planning host."""
     threads_per_process: PositiveInt = 1
-    """Compute threads of each process on a CPU. With a GPU: the share of the host's cores if that is more."""
+    """Compute threads of each process on a CPU. With a GPU, a process gets its share of the cores if that is more."""
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSection:

@@ -20,12 +20,12 @@ class RewardFunctionSection(Section):
     """One reward function."""
 
     PATH_ARGUMENTS: ClassVar[Mapping[str, str]] = {"process_reward_model": "path", "reward_model": "path"}
-    """Built-in functions with a keyword argument that is a path relative to the spec's file, and the argument."""
+    """Built-in functions with a keyword argument that is a path relative to the spec's folder, and the argument."""
 
     function: str
     """A built-in's name, or `path/to/file.py:function`."""
     name: str | None = None
-    """Name in metrics and samples; default the function's own."""
+    """Name in metrics and samples; default: the function's name."""
     weight: float = 1.0
     """Factor in the sum of rewards."""
     weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()
@@ -80,7 +80,7 @@ class EnvironmentSection(Section):
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True, validate_by_alias=True)
 
     PATH_ARGUMENTS: ClassVar[tuple[str, ...]] = ("class", "tools", "agent", "train_call")
-    """Keys that name a function or class in a file relative to the spec's."""
+    """Keys that name a function or class in a file; the file's path is relative to the spec file's folder."""
 
     class_: Annotated[str | dict[str, str], Field(alias="class")] = ""
     """`path/to/file.py:Class`: public methods are tools, `reset(**columns)` begins an episode, `get_reward()` ends it;
@@ -106,7 +106,7 @@ class EnvironmentSection(Section):
     memory_mb: PositiveInt = 2048
     """The user's code may allocate at most this many MiB of address space in its process."""
     max_tool_tokens: PositiveInt = 4096
-    """Largest number of tokens of one answer of a tool or of the environment; a longer one is cut off and says so."""
+    """Largest number of tokens of an answer of a tool or of the environment; a longer answer is cut off and says so."""
     max_failures: PositiveInt = 3
     """A sample is given up after this many of its attempts have failed because of the environment. Attempts that a
     worker, the network or the coordinator ended do not count."""
@@ -118,7 +118,7 @@ class EnvironmentSection(Section):
     `template`."""
     tool_parser: Literal["auto", "hermes", "json", "none"] = "auto"
     """Format of tool calls in the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is
-    one call), `none`; auto uses the renderer's, else the chat template's."""
+    one call), `none`; auto: the renderer's format, else the chat template's."""
     train_call: str = ""
     """`path/to/file.py:function`, `train_call(messages, tools) -> bool`: selects the requests of an agent that train;
     the others, such as those for a title, are answered and left out."""
@@ -178,12 +178,12 @@ class BundleSection(Section):
     the files listed here. The run keeps the content that they had when it was submitted."""
 
     include: tuple[str, ...] = ()
-    """Further files for the reward functions: paths, globs (`answers/*.json`) or folders, relative to the spec's file."""
+    """Other files for reward functions: paths, globs (`answers/*.json`) or folders, relative to the spec's folder."""
     max_mb: PositiveInt = 512
     """Largest sum of the files' sizes in MB; larger data belongs at a URL."""
     requirements: tuple[str, ...] = ()
     """Modules that the reward functions import beyond the standard library and Paceline's dependencies, as in `import
-    NAME`. A reward worker that lacks one reports it before the first group."""
+    NAME`. A reward worker that lacks a module reports it before the first group."""
 
     @field_validator("include")
     @classmethod
