@@ -355,7 +355,7 @@ async def test_weights_in_a_segment_are_verified_before_any_is_loaded(
         (lambda weights: weights.update(extra=weights["model.norm.weight"]), "unknown weights: extra"),
         (
             lambda weights: weights.update({"model.norm.weight": weights["model.norm.weight"][:3]}),
-            r"'model.norm.weight' has shape \(3,\), the model's is \(32,\)",
+            r"'model.norm.weight' has shape \(3,\), but the model's has \(32,\)",
         ),
         (
             lambda weights: weights.update({"model.norm.weight": weights["model.norm.weight"] * float("nan")}),

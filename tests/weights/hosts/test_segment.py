@@ -243,5 +243,5 @@ def test_a_later_format_is_named() -> None:
 
 @pytest.mark.parametrize(("size_bytes", "bucket_bytes"), [(0, 1), (1, 0), (-1, 1), (1 << 40, 1)])
 def test_impossible_sizes_are_refused(size_bytes: int, bucket_bytes: int) -> None:
-    with pytest.raises(ValueError, match=f"a segment of {size_bytes} bytes in buckets of {bucket_bytes}"):
+    with pytest.raises(ValueError, match=f"a segment cannot have {size_bytes} bytes in buckets of {bucket_bytes}"):
         HostSegment.create(size_bytes, bucket_bytes)

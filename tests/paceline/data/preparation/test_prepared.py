@@ -95,7 +95,7 @@ def test_an_evaluation_set_without_prompts_is_named(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", LONG)
     write(tmp_path / "test.jsonl", LONG)
     spec = spec_in(tmp_path, {"max_overlap": 0.9}, train="./train.jsonl")
-    assert "test.jsonl has no prompts in 'prompt' or a usual column, but q, a; rename" in refusal(spec)
+    assert "test.jsonl has no prompts in 'prompt' or a usual column, only q, a; rename" in refusal(spec)
 
 
 def test_pass_rates_of_several_runs_count_together(tmp_path: Path) -> None:
