@@ -186,7 +186,7 @@ def form_hint(error: BaseException, completions: list[Any]) -> str:
         return ""
     if "got 'list'" in text or "'list' object has no attribute" in text or "not 'list'" in text:
         return (
-            "; completions are lists of messages because the prompts are chats: the text of one is "
+            "; completions are lists of messages because the prompts are chats: the text of a completion is "
             "completion[0]['content']"
         )
     return ""

@@ -177,8 +177,8 @@ class UrlModel:
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(
-                f"the service does not return the log-probabilities of a prompt (echo with logprobs: {error!r}); use one that "
-                "does, such as `paceline serve model`"
+                f"the service does not return the log-probabilities of a prompt (echo with logprobs: {error!r}); use a "
+                "service that does, such as `paceline serve model`"
             ) from None
 
     async def _post(self, route: str, body: Json) -> Json:

@@ -38,7 +38,7 @@ BATCH_SIZE = 32
     show_default=True,
     help="Engine that samples.",
 )
-@click.option("--max-new-tokens", type=int, help="Longest completion if a request sets none; default: the run's.")
+@click.option("--max-new-tokens", type=int, help="Longest completion if a request sets no length; default: the run's.")
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1),

@@ -47,7 +47,7 @@ public_key_option = click.option(
     "--stage",
     type=click.Choice(["passed", "promoted"]),
     help="Refuse a version that has not reached this stage. passed: its gates have passed it; promoted: it was promoted. A version "
-    "that was rolled back has neither.",
+    "that was rolled back is in neither stage.",
 )
 @click.option("--verify", is_flag=True, help="Also verify the signature, with --public-key.")
 @public_key_option

@@ -52,7 +52,7 @@ NAMELESS = (
     type=click.IntRange(1),
     help="Steps trained; default: from the files or the folder's name, else all of the run.",
 )
-@click.option("--parent", default="", metavar="NAME:VERSION", help="Version that this one is derived from.")
+@click.option("--parent", default="", metavar="NAME:VERSION", help="Version from which this version is derived.")
 @click.option(
     "--evaluation",
     "evaluations",

@@ -151,7 +151,7 @@ def verify(folder: Path, public_key: Path) -> None:
     except (ValueError, TypeError) as error:
         raise InvalidInput(
             f"{public_key} is not a public elliptic key ({error}); use the .pub file that `paceline models key` wrote beside the "
-            "private one"
+            "private key"
         ) from None
     config.set_hashing_config(hashing.Config().set_ignored_paths(paths=[SIGNATURE]))
     try:
@@ -162,7 +162,7 @@ def verify(folder: Path, public_key: Path) -> None:
             raise DataError(f"changed since signing: {', '.join(names)}; register the model again") from None
         raise DataError(
             f"the signature {SIGNATURE} does not fit ({type(error).__name__}: {error}); it was changed, or was made with another "
-            f"key than the one that {public_key} belongs to"
+            f"key than that of {public_key}"
         ) from None
 
 

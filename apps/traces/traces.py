@@ -154,7 +154,7 @@ def export(run: str, destination: Path, directory: Path, coordinator: str | None
     "--score",
     "scores",
     multiple=True,
-    help="Name of an evaluation that is the reward; several are added up. Default: the only one.",
+    help="Evaluation that is the reward; several evaluations are added up. Default: the only evaluation.",
 )
 @json_option
 def convert(
@@ -199,7 +199,7 @@ def convert(
 @click.option(
     "--max-pairs-per-prompt",
     type=click.IntRange(min=1),
-    help="Most pairs of a prompt; those with the largest margins are kept.",
+    help="Most pairs of a prompt; the pairs with the largest margins are kept.",
 )
 @click.option(
     "--held-out",

@@ -139,7 +139,7 @@ def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verd
         if verdict.get("outcome") not in ("passed", "failed", "undecided"):
             raise DataError(f"{name} has the outcome {verdict.get('outcome')!r}; write it again with `paceline gate`")
         if verdict.get("digests", {}).get("candidate") not in digests:
-            raise DataError(f"{name} judges an evaluation that is not among those of this model; add that evaluation")
+            raise DataError(f"{name} judges an evaluation that this model does not have; add that evaluation")
 
 
 def has_passed(verdicts: Sequence[Document]) -> bool:

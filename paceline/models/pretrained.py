@@ -223,7 +223,7 @@ def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unex
         return
     faults = [f"lacks tensor {_shown(lacking)} of a {kind}"] if lacking else []
     faults += [f"has {_shown(extra)}, which a {kind} of this config.json does not have"] if extra else []
-    remedy = "copy the files again, or use those of a whole model of this architecture"
+    remedy = "copy the files again, or use the files of a whole model of this architecture"
     if extra and (prefix := _wrapper(lacking, extra)):
         remedy = f"names begin with {prefix!r}, as in a wrapped model: save the model inside the wrapper"
     elif extra:

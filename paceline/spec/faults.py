@@ -202,7 +202,7 @@ def value_fault(key: str, item: Any) -> str:
     if kind in ("too_long", "too_short", "missing_argument"):
         return _with(f"must have {context.get('max_length', context.get('min_length'))} values", hint)
     if kind == "string_type" and isinstance(value, dict | list):
-        return f"must be a text; put it into quotes, because YAML reads this one as a {kind_of(value).split()[-1]}"
+        return f"must be a text; put it into quotes, because YAML reads this value as a {kind_of(value).split()[-1]}"
     words = _KINDS.get(kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type"))
     return _with(words or str(item["msg"]), hint)
 

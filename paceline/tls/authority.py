@@ -81,7 +81,7 @@ def renew(folder: Path, name: str, days: float | None = None) -> Path:
     before = read_certificate(path.read_bytes())
     lasted_days = (before.ends - before.begins - SKEW) / timedelta(days=1)
     if len(before.organizations) != 1:
-        raise InvalidInput(f"{path} gives {len(before.organizations)} roles; issue a certificate with one")
+        raise InvalidInput(f"{path} gives {len(before.organizations)} roles; issue a certificate with one role")
     return _issue(folder, name, before.organizations[0], before.hosts, days or lasted_days)
 
 

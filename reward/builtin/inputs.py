@@ -24,7 +24,7 @@ def completion_text(completion: Any, *, in_reasoning: bool = False) -> str:
             if isinstance(message, Mapping) and message.get("role") == "assistant":
                 return message_text(message, in_reasoning=in_reasoning)
     raise TypeError(
-        f"a completion must be text or a list of chat messages with an assistant's, not {_short(completion)}"
+        f"a completion must be text or a list of chat messages with one of the assistant, not {_short(completion)}"
     )
 
 

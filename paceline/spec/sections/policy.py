@@ -145,7 +145,7 @@ Ranks = PositiveInt | Literal["auto"]
 """A dimension of the mesh."""
 
 NOT_YET = {
-    "context": "a sequence is on one rank, and activation_checkpointing with a smaller train_mb_tokens makes room for long ones",
+    "context": "one rank has a whole sequence; activation_checkpointing with a smaller train_mb_tokens makes room",
     "tensor": "a layer is computed by one rank, and its weights are divided by `shard`",
     "expert": "experts are divided by `shard` as all weights are",
     "pipeline": "docs/decisions/2026-11-23-no-pipeline.md has the reasons",

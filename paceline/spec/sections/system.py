@@ -96,7 +96,7 @@ class WebhookSection(Section):
             raise ValueError("a webhook needs either url or url_variable")
         if self.url and (not self.url.startswith(("http://", "https://")) or "@" in self.url.split("/")[2]):
             raise ValueError(
-                "url must be http(s)://HOST[:PORT]/… without a password; put a secret one into url_variable"
+                "url must be http(s)://HOST[:PORT]/… without a password; put a secret URL into url_variable"
             )
         return self
 

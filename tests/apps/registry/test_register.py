@@ -69,7 +69,7 @@ def test_a_verdict_on_another_evaluation_is_refused(place: Workplace) -> None:
         *("--evaluation", first, "--verdict", verdict),
     )
     assert refused.exit_code == 1
-    assert "verdicts/0.json judges an evaluation that is not among those" in refused.output
+    assert "verdicts/0.json judges an evaluation that this model does not have" in refused.output
 
 
 def name_run(place: Workplace, **changes: object) -> None:

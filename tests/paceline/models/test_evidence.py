@@ -41,7 +41,7 @@ def test_evidence_that_belongs_together_is_accepted() -> None:
         (
             EVALUATION,
             with_digest({"outcome": "passed", "digests": {"candidate": "x"}}),
-            "not among those of this model",
+            "that this model does not have",
         ),
     ],
 )

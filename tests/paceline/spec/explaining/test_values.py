@@ -28,7 +28,7 @@ def refusal(override: str) -> str:
         ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas: too short, because value 2 is missing (got [0.9])"),
         (
             "data.prompt_template=Human: {input}",
-            "data.prompt_template: must be a text; put it into quotes, because YAML reads this one as a mapping "
+            "data.prompt_template: must be a text; put it into quotes, because YAML reads this value as a mapping "
             "(got {'Human': {'input': None}})",
         ),
         ("generation.model_name=x", "generation.model_name: unknown key; write policy.model_name or value.model_name"),
