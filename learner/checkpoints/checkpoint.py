@@ -255,7 +255,7 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
     checkpoint lacks an entry of `state`, Unavailable if its files cannot be read now."""
     with as_error(
         Misfit,
-        f"checkpoint {verified.folder} refused: it does not fit the model; restore the model from which the run began",
+        f"checkpoint {verified.folder} refused: it does not fit the model (restore the model from which the run began)",
     ):
         load_collectively(
             state,

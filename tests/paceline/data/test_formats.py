@@ -112,7 +112,7 @@ def test_an_algorithm_says_the_format_that_it_reads(tmp_path: Path, algorithm: s
         (
             "sft",
             "pair",
-            "TRL's preference, explicit prompt, which sft does not read; dpo, orpo, rm and kto read it",
+            "TRL's preference, explicit prompt, which sft does not read; dpo, orpo, rm and kto read this format",
         ),
         (
             "sft",
@@ -123,7 +123,7 @@ def test_an_algorithm_says_the_format_that_it_reads(tmp_path: Path, algorithm: s
         ("dpo", "unpaired", "TRL's unpaired preference, which dpo does not read; kto reads this format"),
         ("kto", "messages", "TRL's language modeling, which kto does not read; sft reads this format"),
         ("rm", "text", "TRL's language modeling, which rm does not read"),
-        ("kto", "ranked", "NeMo RL's ranked completions, which kto does not read; dpo, orpo and rm read it"),
+        ("kto", "ranked", "NeMo RL's ranked completions, which kto does not read; dpo, orpo and rm read this format"),
         ("dpo", "trace", "traces, which dpo does not read; offline_grpo reads traces"),
         ("offline_grpo", "pair", "TRL's preference, explicit prompt, which offline_grpo does not read"),
         (
@@ -131,7 +131,7 @@ def test_an_algorithm_says_the_format_that_it_reads(tmp_path: Path, algorithm: s
             "stepwise",
             "TRL's stepwise supervision, which dpo does not read; no algorithm reads this format: write a row with",
         ),
-        ("sft", "stepwise", "TRL's stepwise supervision, which sft does not read; no algorithm reads it"),
+        ("sft", "stepwise", "TRL's stepwise supervision, which sft does not read; no algorithm reads this format"),
         ("kto", "stepwise", "TRL's stepwise supervision, which kto does not read"),
     ],
 )

@@ -86,9 +86,9 @@ def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
         save_classifier(tmp_path / "a", labels=2, by_token=True),
         save_classifier(tmp_path / "b", labels=3),
     )
-    with pytest.raises(InvalidInput, match="Qwen3ForTokenClassification with 2 outputs; reward_model takes"):
+    with pytest.raises(InvalidInput, match="Qwen3ForTokenClassification with 2 outputs; reward_model needs"):
         load_scorer(ModelSettings(path=str(steps)))
-    with pytest.raises(InvalidInput, match="with 3 outputs; reward_model takes"):
+    with pytest.raises(InvalidInput, match="with 3 outputs; reward_model needs"):
         load_scorer(ModelSettings(path=str(many)))
     with pytest.raises(InvalidInput, match="process_reward_model needs token classification"):
         load_scorer(ProcessModelSettings(path=str(many)))
