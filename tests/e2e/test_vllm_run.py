@@ -204,7 +204,7 @@ def one_life(address: str, log_path: Path, stage: str, how: str) -> None:
         seen.update(engine_processes(service.pid))
         files.update(mapped_memory(list(seen)))
         if stage == "up":
-            return "vLLM is up" in log_path.read_text()
+            return "vLLM has started" in log_path.read_text()
         return bool(files) if stage == "shared memory" else bool(seen)
 
     try:

@@ -107,7 +107,7 @@ def test_an_algorithm_without_a_counterpart_is_refused_by_name(kind: str) -> Non
 
 def test_sources_with_different_algorithms_are_refused() -> None:
     sources = [{"name": "a", "algo": {"type": "opd", "teacher": {"name": "org/teacher"}}}]
-    with pytest.raises(SpecError, match="one run has one algorithm"):
+    with pytest.raises(SpecError, match="a run of Paceline has one algorithm"):
         convert({"orchestrator.algo.type": "grpo", "orchestrator.train.source": sources})
     done = convert({"orchestrator.train.source": sources})
     assert (done.algorithm, done.tree["distillation"]) == ("distillation", {"teacher_model_name": "org/teacher"})

@@ -108,7 +108,7 @@ def test_files_that_name_no_run_are_told_of(place: Workplace) -> None:
     register = ("models", "register", "sums", place.folder / "model", "--signing-key", place.key)
     done = place.run(*register, "--run", RUN_ID)
     assert done.exit_code == 0
-    assert done.stderr.startswith("warning: these files name no run: they were converted since")
+    assert done.stderr.startswith("warning: these files name no run: they were converted after their export")
     assert place.run(*register).stderr == ""
 
 

@@ -174,7 +174,7 @@ def test_what_a_stream_cannot_do_is_refused(change: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"algorithm": "sft"}, "data.streaming true with algorithm 'sft', which reads its examples by index"),
+        ({"algorithm": "sft"}, "data.streaming true with algorithm 'sft', which reads examples by index"),
         (
             {"grpo": {"max_num_epochs": 2}},
             "max_num_epochs 2 with data.streaming true: the length of a stream",

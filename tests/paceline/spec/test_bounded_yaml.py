@@ -60,7 +60,7 @@ def test_reading_ends_at_its_time_limit_with_a_sentence(readings: int) -> None:
     """The clock passes the limit after this many readings: one at the start, then two for each of 5 nodes."""
     times = chain([0.0] * readings, repeat(MAX_READ_S + 1.0))
     with pytest.raises(
-        SpecError, match=r"reading the spec took longer than 10 s \(it reached line \d\); shorten the spec"
+        SpecError, match=r"reading the spec took longer than 10 s and only reached line \d; shorten the spec"
     ):
         load("a: 1\nb: 2\n", lambda: next(times))
 
