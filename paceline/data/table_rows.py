@@ -280,7 +280,7 @@ class StreamedRows:
                     raise DataError(f"the stream {self._name!r}, {faults[0]}") from None
         if faults:
             log.warning(
-                "%d of %d rows of the stream %r cannot be used, so others of their block are drawn; first fault: %s",
+                "%d of %d rows of the stream %r cannot be used, so others of their block are drawn; the first is %s",
                 len(faults),
                 len(rows),
                 self._name,
