@@ -117,10 +117,11 @@ def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...
 def in_front_of(source: Source, run_id: str) -> render.Facts | None:
     """Return the run that a queued run waits for: the running one, else the oldest open one before it; None if it waits
     for none."""
-    facts = [render.run_facts(run) for run in source.runs()]
-    position = next((i for i, run in enumerate(facts) if run["run_id"] == run_id), len(facts))
-    running = [run for run in facts if run["state"] == "running" and run["run_id"] != run_id]
-    earlier = [run for run in facts[:position] if run["state"] not in ENDED_STATES]
+    runs = list(source.runs())
+    position = next((i for i, run in enumerate(runs) if run.run_id == run_id), len(runs))
+    others = [(i < position, render.run_facts(run)) for i, run in enumerate(runs) if i != position]
+    running = [run for _, run in others if run["state"] == "running"]
+    earlier = [run for is_before, run in others if is_before and run["state"] not in ENDED_STATES]
     return next(iter([*running, *earlier]), None)
 
 

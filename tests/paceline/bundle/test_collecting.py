@@ -132,7 +132,7 @@ def test_included_patterns_that_leave_the_folder_are_refused(tmp_path: Path, pat
 def test_included_patterns_without_files_or_folder(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"bundle\.include\.0: no file matches 'no\*'"):
         collect(make(tmp_path, bundle={"include": ["no*"]}))
-    with pytest.raises(SpecError, match="this spec has none"):
+    with pytest.raises(SpecError, match="this spec has no folder"):
         collect(make(tmp_path, bundle={"include": ["train.jsonl"]}).model_copy(update={"folder": ""}))
 
 

@@ -531,7 +531,7 @@ async def test_calls_and_results_of_tools_are_rendered_as_the_template_does(
             {"role": "assistant", "content": "x", "tool_calls": [CALL]},
             "the role 'assistant' has 'tool_calls', but the chat template",
         ),
-        ({"role": "tool", "content": "2", "tool_call_id": "c1"}, "'tool' has the content, but the chat template"),
+        ({"role": "tool", "content": "2", "tool_call_id": "c1"}, "the role 'tool' has 'tool_call_id'"),
         ({"role": "tool", "content": "2"}, "role 'tool'"),
         ({"role": "user", "content": "x", "name": "Ann"}, "the role 'user' has 'name'"),
         ({"role": "user", "content": None}, "without content or tool_calls"),
