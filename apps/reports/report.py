@@ -1,4 +1,5 @@
-"""`paceline report RUN`: one self-contained HTML file about a run; `paceline plot RUN... [METRIC...]`: its curves."""
+"""`paceline report RUN`: one self-contained HTML file about a run; `paceline plot RUN... [METRIC...]`: the curves of
+runs as one page. Both work with or without a coordinator."""
 
 from __future__ import annotations
 

@@ -80,11 +80,14 @@ def curve_blocks(runs: Sequence[RunCurves], *, tabled: bool = False) -> list[Blo
     for kind, rows in (("train", [run.steps for run in runs]), ("eval", [run.evaluations for run in runs])):
         metrics = dict.fromkeys(name for each in rows for row in each for name in row if name not in NO_METRICS)
         for title, members in _by_part(kind, metrics):
-            figures = [_figure(kind, name, runs, [points(each, name) for each in rows]) for name in members]
-            figures = [figure for figure in figures if figure["lines"]]
-            still = [figure for figure in figures if tabled and all(map(_is_still, figure["lines"]))]
-            shown = [figure for figure in figures if figure not in still]
-            constant += [[each["title"], ", ".join(f"{row['ys'][0]:g}" for row in each["lines"])] for each in still]
+            shown = []
+            for name in members:
+                figure = _figure(kind, name, runs, [points(each, name) for each in rows])
+                values = [found for each in rows if (found := _values(each, name))]
+                if tabled and values and all(len(found) > 1 and len(set(found)) == 1 for found in values):
+                    constant.append([f"{title}: {figure['title']}", ", ".join(f"{found[0]:.10g}" for found in values)])
+                elif values:
+                    shown.append(figure)
             blocks += [["heading", 2, title], ["charts", shown]] if shown else []
     if constant:
         blocks += [
@@ -94,8 +97,9 @@ def curve_blocks(runs: Sequence[RunCurves], *, tabled: bool = False) -> list[Blo
     return blocks or [["text", "No value is recorded yet.", "hint"]]
 
 
-def _is_still(line: dict[str, Any]) -> bool:
-    return len(line["ys"]) > 1 and len(set(line["ys"])) == 1
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    """Return the finite numbers of a metric."""
+    return [float(row[name]) for row in rows if _is_finite(row.get(name))]
 
 
 def _by_part(kind: str, names: Iterable[str]) -> list[tuple[str, list[str]]]:

@@ -15,7 +15,7 @@ from command_line import paceline
 from report_content import charts_of, content_of
 from trained_ledger import RUN_ID, Writer
 
-from paceline.apps.reports.report_page import MAX_POINTS, RunCurves, curves_page, page
+from paceline.apps.reports.report_page import MAX_POINTS, RunCurves, curve_blocks, curves_page, page
 
 
 def test_a_chart_for_each_metric_and_a_line_for_each_run() -> None:
@@ -50,6 +50,28 @@ def test_long_curves_are_averaged() -> None:
     steps = [{"step": i, "reward": float(i)} for i in range(3 * MAX_POINTS)]
     (chart,) = charts_of(curves_page([RunCurves("a-1", "running", steps, [])]))
     assert chart["lines"][0]["ys"] == [float(i) for i in range(1, 3 * MAX_POINTS, 3)]
+
+
+def test_metrics_that_never_moved_are_judged_by_their_rows() -> None:
+    steps = [{"step": i, "reward": i % 2, "lr": 0.1234567891} for i in range(2 * MAX_POINTS)]
+    other = [{"step": i, "reward": 1, "lr": 2e-5} for i in range(2)]
+    runs = [RunCurves(name, "running", rows, []) for name, rows in (("a-1", steps), ("b-1", other), ("c-1", []))]
+    blocks = curve_blocks(runs, tabled=True)
+    assert [figure["title"] for block in blocks if block[0] == "charts" for figure in block[1]] == ["reward [reward]"]
+    assert blocks[-1][3] == [["Loss and policy: lr", "0.1234567891, 2e-05"]]
+
+
+def test_metrics_that_never_moved_are_named_with_their_part() -> None:
+    rows = [{"step": 0, "reward": math.nan}, *({"step": i, "reward": 123456789} for i in range(2))]
+    assert curve_blocks([RunCurves("a-1", "running", rows, rows)], tabled=True) == [
+        ["heading", 2, "Metrics that never moved"],
+        [
+            "table",
+            "Constant metrics",
+            ["metric", "value"],
+            [["Rewards of the batch: reward [reward]", "123456789"], ["Evaluation: reward [reward]", "123456789"]],
+        ],
+    ]
 
 
 def test_no_text_ends_the_data_of_a_page_and_only_its_script_may_run() -> None:
