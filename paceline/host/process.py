@@ -59,21 +59,24 @@ def end_with(command: Callable[[], object]) -> NoReturn:
     except SystemExit as end:
         status = end.code
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(OSError, ValueError):  # a closed stream
+            traceback.print_exc()
         status = 1
     if isinstance(status, str):
-        print(status, file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):
+            print(status, file=sys.stderr)
     atexit._run_exitfuncs()
     end_process(status if isinstance(status, int) else int(status is not None))
 
 
 def end_process(status: int = 0) -> NoReturn:
-    """End a rank after all its work is done and saved, without the interpreter's finalisation. Exit handlers do not
-    run.
+    """End a process after all its work is done and saved, without the interpreter's finalisation. Exit handlers do not
+    run; `end_with` runs them first.
 
     A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL for it. During finalisation this unwinds the thread and aborts the process (`std::terminate` in `ProcessGroupGloo::runLoop`; seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group` does not join the thread while any DTensor keeps the group. A thread that reads weights and is not joined aborts in the same way when it drops a tensor over shared memory.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a reader that has gone, or a closed stream
-            stream.flush()
+            if stream is not None:  # None: its descriptor was closed at the start
+                stream.flush()
     os._exit(status)
