@@ -209,7 +209,15 @@ def value_fault(key: str, item: Any) -> str:
 
 def kind_of(value: Any) -> str:
     """Return a clause with the kind of a value that YAML has read, such as "is a list"."""
-    names = {dict: "is a mapping", list: "is a list", str: "is a text", type(None): "is empty"}
+    names = {
+        dict: "is a mapping",
+        list: "is a list",
+        str: "is a text",
+        bool: "is true or false",
+        int: "is a number",
+        float: "is a number",
+        type(None): "is empty",
+    }
     return names.get(type(value), f"is a {type(value).__name__}")
 
 
