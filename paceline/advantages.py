@@ -111,8 +111,9 @@ class Episode(NamedTuple):
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
-    """Return whether any advantage of a group, as the learner computes it, is not 0. `rewards_CF` is [C, F], NaN where
-    a function returned None; `turns` has the [K] rewards of each sample's turns if advantages are per turn."""
+    """Return whether a group has anything to train on: False only if all advantages, as the learner computes them, are
+    0. `rewards_CF` is [C, F], NaN where a function returned None; `turns` has the [K] rewards of each sample's turns if
+    advantages are per turn."""
     totals_C = group_totals(rewards_CF, spec.rewards, step)
     turns = turns or []
     if not spec.rewards_decide_advantages:

@@ -1,7 +1,7 @@
 """Reads rows of JSON files: one object on each line, or one array of objects. Lines are indexed by their offsets and
 read on request, so memory holds sixteen bytes for each row. An array is read as a whole and kept as lines in an
-unnamed file, so a change of the original has no effect. Files that were encrypted with this process's storage key
-are decrypted; kept rows are then encrypted with a key that only this process has."""
+unnamed file, so a change of the original has no effect. If this process has a storage key, files encrypted with it are
+decrypted, and kept rows are encrypted with another key that only this process has."""
 
 from __future__ import annotations
 

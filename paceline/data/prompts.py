@@ -148,8 +148,8 @@ def _order(rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: b
 
 
 class Epochs:
-    """An order with every row once in each epoch, permuted if `shuffle`. `index` is the row of a draw, `part` the
-    draw's part of the data, `rows` the rows of the first draws, ascending."""
+    """An order with every row once in each epoch, in a separate permutation for each epoch if `shuffle`. `index` is the
+    row of a draw, `part` the draw's part of the data, `rows` the rows of the first draws, ascending."""
 
     def __init__(self, sizes: Sequence[int], seed: int, *, shuffle: bool) -> None:
         """`sizes` are the numbers of rows of the parts, in order."""

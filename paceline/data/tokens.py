@@ -367,8 +367,8 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to the last one at which sampling stops; None without such a token, or if text
-    follows it. White space may follow, and text without `message` (the message's text, if it has one)."""
+    """Return the number of tokens up to and including the last one at which sampling stops; None without such a token,
+    or if text follows it. White space may follow, and text without `message` (the message's text, if it has one)."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:

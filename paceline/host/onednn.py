@@ -24,7 +24,8 @@ CACHED_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 128, "LRU_CACHE_CAPACITY": 3
 
 
 def bound_caches() -> None:
-    """Bound the caches of oneDNN and PyTorch; call it before the first product. Variables that are already set stay."""
+    """Bound the caches of oneDNN and PyTorch; call it before the first product, when both libraries read their
+    capacity. Variables that are already set stay."""
     for name, shapes in CACHED_SHAPES.items():
         os.environ.setdefault(name, str(shapes))
 

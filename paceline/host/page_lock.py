@@ -1,7 +1,8 @@
 """Locks memory pages so that a GPU copies them at the speed of its bus. Promise: a range is locked once, however often
 it is requested. If the driver refuses, copies still work, only slower, and the log says so once. The caller owns the
 memory and unlocks before it is unmapped. Each lock runs on a short-lived thread, because CUDA keeps a refusal as the
-calling thread's last error, which the next kernel that torch launches there would raise."""
+calling thread's last error, which the next kernel that torch launches there would raise; torch has no call that
+clears it."""
 
 from __future__ import annotations
 

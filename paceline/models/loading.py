@@ -35,8 +35,8 @@ FILE_WORDS = ("mismatch", "PytorchStreamReader", "state_dict")
 
 
 def resolved_dtype(precision: str, device_type: str) -> str:
-    """Return torch's type for a precision of the spec; "auto" is bfloat16 on CUDA and float32 elsewhere. Learner,
-    engines and reference must agree, otherwise the importance ratios are wrong without an error."""
+    """Return the name of torch's type for a precision of the spec; "auto" is bfloat16 on CUDA and float32 elsewhere.
+    Learner, engines and reference must agree, otherwise the importance ratios are wrong without an error."""
     if precision == "auto":
         return "bfloat16" if device_type == "cuda" else "float32"
     return precision

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that are hashed at a time, a multiple of every dtype's size: they fit the cache, and the calls stay few."""
+"""Bytes that are hashed at a time, a multiple of every dtype's size: they fit the cache, and the calls are too few to
+compete for the interpreter."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 """Threads of one comparison: one xxh3 thread is as fast as memory, eight SHA-256 threads as a fast network."""
 
@@ -70,9 +71,9 @@ def verify(
     num_threads: int = THREADS,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> int:
-    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums; return the compared bytes.
-    Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN
-    or infinite elements. `digests` False: check numbers only, because checksums were compared."""
+    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums; return the number of their
+    bytes. Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with
+    NaN or infinite elements. `digests` False: check numbers only, because checksums were compared."""
     check = partial(_verify_piece, flat, manifest.algorithm, digests, chunk_bytes)
     with ThreadPoolExecutor(num_threads, "paceline-checksums") as threads:
         for _ in threads.map(check, pieces):

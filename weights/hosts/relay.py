@@ -5,7 +5,8 @@ promise: a version reaches a host once, however many workers it has; versions th
 began are skipped, and one that has begun is completed if possible; a client's faults end only that client's connection.
 
 Threads: one plans and reads (`_read_forever`), one tells clients (`_tell_forever`), one accepts, one for each client,
-and those of `Sender` and `Reading`. The condition of the held versions guards the state; no sending thread holds it.
+and those of `Sender` and `Reading`. The condition of the held versions guards the state; no thread holds it while
+it sends.
 """
 
 from __future__ import annotations
