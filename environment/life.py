@@ -71,6 +71,7 @@ class Life:
         self.turns.append((arrays, note))
 
     def finished(self) -> FinishedSample:
+        """Return the sample. Its last turn must be recorded."""
         _, note = self.turns[-1]
         return FinishedSample(self.turns, frozenset(note.left_out), note.sample)
 

@@ -158,6 +158,8 @@ class UserCode:
             return self._slots[index]
 
     def check(self, slot: Slot) -> None:
+        """Check in the background whether a process still answers after one of its calls was cancelled; kill it if
+        not."""
         if slot.process.usable and self._state == "running":
             self._in_background(slot.answers())
 
@@ -374,6 +376,7 @@ class Slot:
         self.process.kill()
 
     async def answers(self) -> bool:
+        """Return whether the process answers within PING_S; kill it if not."""
         try:
             await self.process.ask({"op": "ping"}, PING_S)
         except ProcessTimeout:

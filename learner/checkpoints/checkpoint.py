@@ -7,7 +7,8 @@ manifest of a part would call half a checkpoint complete.
 
 Promise: `load` accepts only the bytes that `save` wrote, and training continues from them as if it had never stopped
 (bit for bit on CPUs at the same world size and thread count; the manifest has both). With a storage key every file but
-the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so they are compared without the key.
+the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so they are compared without the key. The
+manifest has names, sizes, hashes and the position.
 
 Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares
 every file with the manifest, and the manifest with a given hash, before it opens a file. Pass only a hash from the

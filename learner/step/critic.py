@@ -63,7 +63,8 @@ class Critic:
         return [replace(u, micro_batches=tuple(map(with_states, u.micro_batches))) for u in updates]
 
     def accumulate(self, update: Update, micro: MicroBatch, scale: float, *, is_last: bool) -> None:
-        """Run one micro-batch forward and backward: the value loss is `scale` times the mean over scored tokens."""
+        """Run one micro-batch forward and backward. The value loss is the mean over the update's scored tokens; only
+        its gradients are multiplied by `scale`."""
         states = micro.states
         assert states is not None, "call `with_states` before `accumulate`"
         set_gradient_sync(self.model, self._device, is_last)

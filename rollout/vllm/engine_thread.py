@@ -24,7 +24,8 @@ class EngineThread:
 
     def __init__(self, live: Callable[[], Coroutine[Any, Any, None]], at_end: Callable[[], object]) -> None:
         self.started: Future[None] = Future()
-        """Future that `live` completes; fails with Unavailable or EngineDied if the engine ended before."""
+        """Future that `live` completes; fails with Unavailable if the engine was closed before, with EngineDied if it
+        died before."""
         self.ended: Future[None] = Future()
         self.error: BaseException | None = None
         self.closing = False

@@ -29,7 +29,8 @@ VARIABLE = "PACELINE_ENGINE"
 SHARED_MEMORY = "/dev/shm/"
 STARTING_S = 0.1
 RUNNING_S = 5.0
-"""Longest time in seconds between checks of the processes' shared memory; new files cause a check at once."""
+"""Longest time in seconds between checks of the processes' shared memory, before and after the owner has reported
+their start; new files cause a check at once."""
 LOOK_S = 0.02
 """Shortest time in seconds between checks, even if other programs put many files into shared memory."""
 IN_CREATE = 0x100

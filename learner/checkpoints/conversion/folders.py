@@ -1,4 +1,5 @@
-"""`paceline convert`: converts model folders to and from checkpoints of torch.distributed.checkpoint.
+"""`paceline convert`: converts model folders to and from checkpoints of torch.distributed.checkpoint, or to folders
+with other or quantized weights.
 
 Promise: names and layouts of the weights stay, and their bits too without another type or an adapter; the result
 appears whole or not at all; peak memory does not grow with the model, unless it is quantized.
