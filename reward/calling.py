@@ -47,7 +47,8 @@ def _settings() -> Mapping[str, Callable[[object], Any]]:
 
 
 def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool) -> None:
-    """Raise InvalidInput unless the function takes `kwargs`. With `takes_columns_only`, its `**` is for columns."""
+    """Raise InvalidInput unless the function takes `kwargs`. With `takes_columns_only`, its `**` is for columns, so
+    that a misspelt setting is refused."""
     from paceline.reward.builtin import check_names, keyword_only
 
     try:

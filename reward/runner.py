@@ -48,6 +48,7 @@ class RewardRunner:
     """
 
     def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int = 1) -> None:
+        """`num_processes` groups are scored at a time. Raises InvalidInput without functions or processes."""
         if not functions:
             raise InvalidInput("there are no reward functions to run; name at least one under rewards")
         if num_processes < 1:

@@ -157,7 +157,8 @@ def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callab
 
 
 def _value(text: str, holds: Callable[[str], bool]) -> str:
-    """Return the value at the beginning of prose: its first sentence, else its longest clause that is a value."""
+    """Return the value at the beginning of prose: its first sentence, else its longest beginning that ends with a
+    clause and is a value."""
     text = LEAD.sub("", text, count=1) if LEAD.match(text) else text
     if text.startswith("**") and "**" in text[2:]:
         text = text[2 : text.index("**", 2)]

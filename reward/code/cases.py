@@ -130,7 +130,8 @@ def _lines_of(setup: Any) -> list[str]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text with a list or an object, the values of a list of such texts, or `value` itself."""
+    """Return the value of a JSON text with a list or an object, the values of a list of texts with objects, or `value`
+    itself."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

@@ -42,6 +42,7 @@ class Panel:
         count: Count,
         verdict: dict[str, Any],
     ) -> None:
+        """`verdict` maps the name of the verdict's field to its JSON schema."""
         self._settings, self._endpoint, self._count = settings, endpoint, count
         self._cache = cache if settings.endpoint.cache else None
         self._schema = {

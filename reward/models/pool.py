@@ -22,7 +22,8 @@ KINDS = ("reward_model", "process_reward_model")
 
 class RewardModels:
     def __init__(self, functions: Sequence[RewardFunctionSection]) -> None:
-        """Raises InvalidInput for wrong settings of a model."""
+        """`functions` are all of the run's: a model has the index of its function among them. Raises InvalidInput for
+        wrong settings of a model."""
         self._functions: dict[int, tuple[RewardFunctionSection, Any, Any]] = {}
         shared: dict[str, Any] = {}
         for index, function in enumerate(functions):

@@ -92,7 +92,8 @@ def chances_at_steps(logits_SL: torch.Tensor, settings: ProcessModelSettings) ->
 
 
 def load_scorer(settings: ModelSettings) -> Scorer:
-    """Load the current model. Raises InvalidInput for another kind or damaged files, Unreadable for missing files."""
+    """Load the current model. Raises InvalidInput for another kind or damaged files, Unreadable for missing files or
+    devices."""
     from transformers import (
         AutoConfig,
         AutoModelForSequenceClassification,

@@ -201,7 +201,8 @@ class Report:
     reasons: dict[str, str]
     """Maps a backend that failed the probe to the reason."""
     means: dict[str, str]
-    """Maps a goal (files, network, processes, memory limit, kernel) to its mechanism in the first holding backend."""
+    """Maps a goal (files, network, processes, memory limit, kernel) to its mechanism in the first backend that
+    passed the probe."""
 
 
 def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = None) -> Report:
