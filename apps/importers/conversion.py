@@ -162,7 +162,8 @@ def one_line_a_section(left_out: list[str]) -> list[str]:
 
 
 def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted name. Lists, and mappings of a known name, are one value each."""
+    """Return the values of nested sections by dotted name. Lists, and mappings of a known name, are one value each;
+    an empty section counts as nothing."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"

@@ -119,7 +119,8 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 
 def read_script(path: Path, command: str = "") -> Script:
-    """Return the settings of a script, run with `command`. Raises SpecError without Python or a known configuration."""
+    """Return the settings of a script, run with `command`. Raises SpecError if it is not Python, or has no
+    configuration of TRL that has a counterpart."""
     if path.stat().st_size > MAX_BYTES:
         raise SpecError(f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration")
     try:

@@ -1,7 +1,8 @@
 """`paceline models fetch` and `paceline models push`: bring a version's verified files to this machine or to the hub.
 
-`verified_model` yields the model that `paceline serve model` serves. Promise: a version is served only if all its files
-are as registered and signed. From an object store, a copy is verified, served and removed at the end.
+`verified_model` yields the model that `paceline serve model` serves. Promise: a version that is named by its
+reference is served only if all its files are as registered and signed. From an object store, a copy is verified, served
+and removed at the end.
 """
 
 from __future__ import annotations
