@@ -160,7 +160,7 @@ def use_certificates(folder: Path, encrypted: bool) -> None:
     os.environ.pop(VARIABLE, None)
     if encrypted:
         make_authority(folder / "ca")
-        os.environ[VARIABLE] = str(issue(folder / "ca", "all", "worker"))
+        os.environ[VARIABLE] = str(issue(folder / "ca", "all", "up"))
 
 
 def make_spec(folder: Path, max_age: int) -> RunSpec:

@@ -27,6 +27,7 @@ from paceline.calls.connection import FIRST_BACKOFF_S, LASTING, MAX_BACKOFF_S, C
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.models.registered import Models
 from paceline.records import Columns, Records
+from paceline.tls.channels import TO_WORKER
 
 if TYPE_CHECKING:
     import grpc
@@ -429,7 +430,7 @@ class Client(Connection):
     def _ask_worker(self, kind: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
         """Return the result of `call` on a channel to the worker at `address` (default: `_address_of` the kind)."""
         address = address or self._address_of(kind)
-        with self._channel_to(address) as channel:
+        with self._channel_to(address, TO_WORKER) as channel:
             return self._call(lambda: call(channel), f"{kind} worker at {address}")
 
     def _address_of(self, kind: str) -> str:

@@ -133,8 +133,8 @@ class Connection:
         self._closed.set()
         self._channel.close()
 
-    def _channel_to(self, address: str) -> grpc.Channel:
-        return open_channel(address, self._token_file, OPTIONS, self._tls)
+    def _channel_to(self, address: str, options: tuple[tuple[str, str], ...] = ()) -> grpc.Channel:
+        return open_channel(address, self._token_file, (*OPTIONS, *options), self._tls)
 
     def _call(self, call: Callable[[], T], other: str | None = None, wait_s: float | None = None) -> T:
         """Return the call's result. A call is retried for `wait_s` seconds (default: the client's) while the

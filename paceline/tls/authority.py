@@ -24,13 +24,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.errors import Conflict, InvalidInput, NotFound
-from paceline.tls.certificates import ROLES, WORKER, WORKER_HOST, Certificate, read_certificate
+from paceline.tls.certificates import COORDINATOR_HOST, RESERVED, ROLE_HOSTS, ROLES, Certificate, read_certificate
 
 CERTIFICATE, KEY, AUTHORITY, AUTHORITY_KEY = "tls.crt", "tls.key", "ca.crt", "ca.key"
 """File names as in cert-manager's secrets."""
 AUTHORITY_DAYS, CERTIFICATE_DAYS = 3650.0, 30.0
 LOCAL = ("localhost", "127.0.0.1", "::1")
-"""Hosts of every certificate, because on its own host a process may be reached by loopback."""
+"""Hosts of a coordinator's certificate. No other certificate has them, because a server on loopback could be anybody's."""
 SKEW = timedelta(minutes=5)
 """Time before its issue from which a certificate is valid, because clocks of hosts differ."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -63,18 +63,23 @@ def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
 
 def issue(folder: Path, name: str, role: str, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS) -> Path:
     """Issue a certificate with a new key and return its folder. `hosts` are the DNS names and IP addresses at which
-    others reach the process, in addition to those of this host. Raises InvalidInput, NotFound without an authority,
-    Conflict for a name that is in use."""
+    others reach the process; a coordinator's certificate also has those of loopback. Raises InvalidInput, NotFound
+    without an authority, Conflict for a name that is in use."""
     if not NAME.fullmatch(name):
         raise InvalidInput(f"the name {name[:80]!r} must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     if (folder / name / CERTIFICATE).exists():
         raise Conflict(f"{folder / name} already has a certificate; `paceline certs renew {folder} {name}` renews it")
+    for host in hosts:
+        if not _is_allowed(host, role):
+            raise InvalidInput(
+                f"--host {host[:80]!r} is a name of coordinators or workers alone; leave it out for the role {role[:80]!r}"
+            )
     return _issue(folder, name, role, hosts, days)
 
 
 def renew(folder: Path, name: str, days: float | None = None) -> Path:
     """Renew a certificate with a new key and return its folder. By default it is valid for as many days as the
-    certificate before. Raises NotFound, InvalidInput."""
+    certificate before. Names that only other roles may have are left out. Raises NotFound, InvalidInput."""
     path = folder / name / CERTIFICATE
     if not path.is_file():
         raise NotFound(f"{path} does not exist; `paceline certs issue {folder} {name} --role ROLE` makes it")
@@ -82,7 +87,22 @@ def renew(folder: Path, name: str, days: float | None = None) -> Path:
     lasted_days = (before.ends - before.begins - SKEW) / timedelta(days=1)
     if len(before.organizations) != 1:
         raise InvalidInput(f"{path} gives {len(before.organizations)} roles; issue a certificate with one role")
-    return _issue(folder, name, before.organizations[0], before.hosts, days or lasted_days)
+    role = before.organizations[0]
+    hosts = [host for host in before.hosts if _is_allowed(host, role)]
+    return _issue(folder, name, role, hosts, days or lasted_days)
+
+
+def _is_allowed(host: str, role: str) -> bool:
+    """Return whether a certificate of this role may have the host: names of a role and of loopback are reserved."""
+    own, host = ROLE_HOSTS.get(role, ()), host.strip("[]").lower()
+    try:
+        address = ipaddress.ip_address(host)
+        address = getattr(address, "ipv4_mapped", None) or address
+        is_local = address.is_loopback or address.is_unspecified
+    except ValueError:
+        is_local = f".{host}".endswith(".localhost")
+    is_reserved = f".{host}".endswith(f".{RESERVED}") and host not in own
+    return not is_reserved and (COORDINATOR_HOST in own or not is_local)
 
 
 def issued(folder: Path) -> Iterator[tuple[str, Certificate]]:
@@ -95,12 +115,13 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
     if role not in ROLES:
         raise InvalidInput(f"{role[:80]!r} is not a role; use one of {', '.join(ROLES)}")
     authority, authority_key = _authority(folder)
-    common = (*LOCAL, WORKER_HOST) if role == WORKER else LOCAL
-    names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys((*common, *hosts))])
+    own = ROLE_HOSTS.get(role, ())
+    common = (*LOCAL, *own) if COORDINATOR_HOST in own else own
+    names = [_general_name(host) for host in dict.fromkeys((*common, *hosts))]
     key = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
     identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    certificate = (
+    builder = (
         _builder(_name(name, role), authority.subject, key, days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(usage, critical=True)
@@ -109,9 +130,10 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
             critical=False,
         )
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
-        .add_extension(names, critical=False)
-        .sign(authority_key, hashes.SHA256())
     )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    certificate = builder.sign(authority_key, hashes.SHA256())
     if certificate.not_valid_after_utc > authority.not_valid_after_utc:
         raise InvalidInput(
             f"the certificate would be valid until {certificate.not_valid_after_utc:%Y-%m-%d}, but its authority only "

@@ -13,17 +13,26 @@ from paceline.errors import InvalidInput
 if TYPE_CHECKING:
     from cryptography import x509
 
-ROLES = ("viewer", "submitter", "operator", "worker", "scraper", "coordinator")
-"""Roles that a certificate can give. A coordinator's certificate gives no right at another service."""
-WORKER = "worker"
-WORKER_HOST = "worker.paceline.internal"
-"""Name in every worker's certificate by which other workers verify it, because addresses of pods are not listed."""
+WORKER, COORDINATOR, UP = "worker", "coordinator", "up"
+ROLES = ("viewer", "submitter", "operator", WORKER, "scraper", COORDINATOR, UP)
+"""Roles that a certificate can give. A coordinator's certificate gives no right at another service; the role `up` is
+that of the processes of one `paceline up`, which are a coordinator and workers."""
+RESERVED = "paceline.internal"
+WORKER_HOST, COORDINATOR_HOST = f"worker.{RESERVED}", f"coordinator.{RESERVED}"
+"""Names by which clients verify the role of a server, because certificates of other roles lack them, and addresses of
+pods are in no certificate."""
+ROLE_HOSTS = {WORKER: (WORKER_HOST,), COORDINATOR: (COORDINATOR_HOST,), UP: (COORDINATOR_HOST, WORKER_HOST)}
 
 
 @dataclass(frozen=True)
 class Identity:
     name: str
     role: str
+
+    @property
+    def is_worker(self) -> bool:
+        """Return whether the holder may act as a worker."""
+        return WORKER_HOST in ROLE_HOSTS.get(self.role, ())
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,23 @@ def identity_of(pem: bytes | str) -> Identity:
             f"{', '.join(ROLES)}"
         )
     return Identity(certificate.name, certificate.organizations[0])
+
+
+def why_no_coordinator(pem: bytes | str) -> str:
+    """Return why clients do not take the holder of a certificate for a coordinator; empty if they do."""
+    certificate = read_certificate(pem)
+    if not any(COORDINATOR_HOST in ROLE_HOSTS.get(role, ()) for role in certificate.organizations):
+        roles = ", ".join(certificate.organizations)[:200] or "none"
+        return (
+            f"{certificate.name!r} has the role {roles}; issue a certificate with --role {COORDINATOR}, or for `paceline up`, "
+            f"whose processes share one, with --role {UP}"
+        )
+    if COORDINATOR_HOST not in certificate.hosts:
+        return (
+            f"{certificate.name!r} was issued without the name {COORDINATOR_HOST}; renew it where its authority is, with this "
+            "version's `paceline certs renew`, or add this DNS name with another authority"
+        )
+    return ""
 
 
 def read_certificate(pem: bytes | str) -> Certificate:

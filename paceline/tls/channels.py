@@ -1,5 +1,7 @@
-"""gRPC channels that verify the server and present this process's certificate; without a folder they are plain. A
-channel keeps the certificate with which it was opened, so `RenewedChannel` opens another one for calls that begin
+"""gRPC channels that verify the server and its role, and present this process's certificate; without a folder they are
+plain. A server must present a certificate with the name of its role (`paceline.tls.certificates`), a coordinator's by
+default; its address is not compared. So a call, and the token in it, never reaches the holder of another certificate.
+A channel keeps the certificate with which it was opened, so `RenewedChannel` opens another one for calls that begin
 after the files have changed; running calls end on the old channel. gRPC does not report why a TLS connection failed,
 so `why_no_channel` makes a second connection with Python's ssl, whose errors name the cause. Promise:
 `why_no_channel` sends nothing but a handshake, and takes at most `LIMIT_S`."""
@@ -16,21 +18,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidInput
-from paceline.tls.certificates import read_certificate
+from paceline.tls.certificates import COORDINATOR_HOST, WORKER_HOST, read_certificate, why_no_coordinator
 from paceline.tls.folder import Material, ResetSafeSocket, TlsFolder, tls_folder
 
 if TYPE_CHECKING:
     import grpc
 
+NAME_OPTION = "grpc.ssl_target_name_override"
+TO_WORKER = ((NAME_OPTION, WORKER_HOST),)
+"""Options of a channel to a worker."""
 MAX_OLD = 2
 """Largest number of channels with earlier certificates whose calls may still be under way; older ones are closed."""
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Return the credentials of a channel. The server must have a certificate from the authority for the dialled host."""
+    """Return the credentials of a channel. The server must have a certificate from the authority."""
     import grpc
 
     return grpc.ssl_channel_credentials(material.authority, material.key or None, material.certificate or None)
+
+
+def with_role(options: Any) -> tuple[Any, ...]:
+    """Return a channel's options, by which the server must be a coordinator unless they name another role's host."""
+    named = any(name == NAME_OPTION for name, _ in options or ())
+    return (*(options or ()), *(() if named else ((NAME_OPTION, COORDINATOR_HOST),)))
 
 
 def open_plain_or_tls(address: str, options: Any = (), folder: TlsFolder | None = None) -> grpc.Channel:
@@ -40,7 +51,7 @@ def open_plain_or_tls(address: str, options: Any = (), folder: TlsFolder | None 
     folder = folder or tls_folder()
     if folder is None:
         return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, channel_credentials(folder.read()), options=options)
+    return grpc.secure_channel(address, channel_credentials(folder.read()), options=with_role(options))
 
 
 def open_aio_channel(address: str, options: Any = (), folder: TlsFolder | None = None) -> grpc.aio.Channel:
@@ -50,7 +61,7 @@ def open_aio_channel(address: str, options: Any = (), folder: TlsFolder | None =
     folder = folder or tls_folder()
     if folder is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, channel_credentials(folder.read()), options=options)
+    return grpc.aio.secure_channel(address, channel_credentials(folder.read()), options=with_role(options))
 
 
 class RenewedChannel:
@@ -111,7 +122,8 @@ LIMIT_S = 3.0
 
 
 def why_no_channel(address: str, folder: TlsFolder | None = None) -> str:
-    """Return why TLS, or its lack, keeps this process from the gRPC server at "host:port"; empty if not. Blocks."""
+    """Return why TLS, or its lack, keeps this process from the coordinator at "host:port"; empty if it does not.
+    Blocks."""
     host, _, port = address.rpartition(":")
     folder = folder or tls_folder()
     try:
@@ -120,7 +132,7 @@ def why_no_channel(address: str, folder: TlsFolder | None = None) -> str:
             connection.settimeout(LIMIT_S)
             if folder is None or material is None:
                 return _fault_without_tls(address, connection)
-            return _fault(address, host.strip("[]"), connection, material, folder.path)
+            return _fault(address, connection, material, folder.path)
     except InvalidInput as error:
         return str(error)
     except (OSError, ValueError, OverflowError):
@@ -139,21 +151,25 @@ def _fault_without_tls(address: str, connection: socket.socket) -> str:
         return ""
 
 
-def _fault(address: str, host: str, connection: socket.socket, material: Material, path: Path) -> str:
-    if material.certificate and (presented := read_certificate(material.certificate)).left_s < 0:
-        return f"this process's certificate {path / 'tls.crt'} expired on {presented.ends:%Y-%m-%d %H:%M} UTC; renew it"
+def _fault(address: str, connection: socket.socket, material: Material, path: Path) -> str:
+    if material.certificate and (own := read_certificate(material.certificate)).left_s < 0:
+        return f"this process's certificate {path / 'tls.crt'} expired on {own.ends:%Y-%m-%d %H:%M} UTC; renew it"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.sslsocket_class = ResetSafeSocket
+    context.check_hostname = False
     context.load_verify_locations(cadata=material.authority.decode())
     if material.certificate:
         context.load_cert_chain(path / "tls.crt", path / "tls.key")
     context.set_alpn_protocols(["h2"])
     try:
-        with context.wrap_socket(connection, server_hostname=host) as encrypted:
+        with context.wrap_socket(connection, server_hostname=COORDINATOR_HOST) as encrypted:
+            presented = ssl.DER_cert_to_PEM_cert(encrypted.getpeercert(binary_form=True) or b"")
+            if why := why_no_coordinator(presented):
+                return f"the server at {address} gets no token, because its certificate is not a coordinator's: {why}"
             if encrypted.recv(1):
                 return ""
     except ssl.SSLCertVerificationError as error:
-        return f"the certificate of {address} is refused: {error.verify_message}; {_remedy(error, host, path)}"
+        return f"the certificate of {address} is refused: {error.verify_message}; {_remedy(error, path)}"
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING"):
             return f"the server at {address} does not use TLS; start it with --tls-dir, or leave out --tls-dir here"
@@ -166,16 +182,14 @@ def _fault(address: str, host: str, connection: socket.socket, material: Materia
             f"the server at {address} requires a client certificate, and {path} has no tls.crt; name the "
             "coordinator's --people-port, or issue a certificate"
         )
-    presented = read_certificate(material.certificate)
+    own = read_certificate(material.certificate)
     return (
-        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {presented.name!r}, issued by {presented.issuer!r}; use one "
+        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {own.name!r}, issued by {own.issuer!r}; use one "
         "of the authority that the server trusts"
     )
 
 
-def _remedy(error: ssl.SSLCertVerificationError, host: str, path: Path) -> str:
-    if error.verify_code in (62, 64):  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
-        return f"issue it with --host {host}"
+def _remedy(error: ssl.SSLCertVerificationError, path: Path) -> str:
     if error.verify_code in (9, 10):  # not valid yet, expired
         return "renew it on the server's host, and compare the clocks"
     return f"use one of the authority in {path / 'ca.crt'}"

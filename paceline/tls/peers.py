@@ -8,7 +8,7 @@ import ssl
 import threading
 
 from paceline.errors import InvalidInput, Unavailable
-from paceline.tls.certificates import WORKER, identity_of
+from paceline.tls.certificates import identity_of
 from paceline.tls.folder import Material, ResetSafeSocket, TlsFolder
 
 
@@ -61,7 +61,7 @@ def check_worker(connection: ssl.SSLSocket) -> None:
         identity = identity_of(ssl.DER_cert_to_PEM_cert(der))
     except InvalidInput as error:
         raise Unavailable(str(error)) from None
-    if identity.role != WORKER:
+    if not identity.is_worker:
         raise Unavailable(
             f"the certificate of {identity.name!r} gives the role {identity.role}, and only workers may exchange weights"
         )

@@ -49,7 +49,7 @@ def init(folder: Path, days: float) -> None:
     "--host",
     "hosts",
     multiple=True,
-    help="Further DNS name or IP address of the process; may be given several times. Names of this host are always included.",
+    help="DNS name or IP address of the process; may be given several times. A coordinator's certificate also has localhost.",
 )
 @_days_option(CERTIFICATE_DAYS)
 def issue_command(folder: Path, name: str, role: str, hosts: tuple[str, ...], days: float) -> None:

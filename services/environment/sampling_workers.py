@@ -30,8 +30,7 @@ from paceline.errors import InvalidInput
 from paceline.groups import Version, VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS, was_accepted
-from paceline.tls.certificates import WORKER_HOST
-from paceline.tls.channels import RenewedChannel, open_aio_channel
+from paceline.tls.channels import TO_WORKER, RenewedChannel, open_aio_channel
 from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 
@@ -146,8 +145,7 @@ MAX_BREAKS = 4
 """If this many answers of a turn were broken, the turn counts as the reason why workers ended."""
 
 TROUBLE_LOG_S = 60.0
-OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", WORKER_HOST)]
-"""Options of channels to rollout workers, whose certificates have one name on all hosts."""
+OPTIONS = [*CHANNEL_OPTIONS, *TO_WORKER]
 
 log = logging.getLogger(__name__)
 

@@ -109,7 +109,7 @@ def beyond_loopback(
         monkeypatch.delenv(name, raising=False)
     if request.param == "tls":
         make_authority(tmp_path / "ca")
-        shutil.copytree(issue(tmp_path / "ca", "up", "worker", ADDRESSES), tmp_path / "tls")
+        shutil.copytree(issue(tmp_path / "ca", "up", "up", ADDRESSES), tmp_path / "tls")
         monkeypatch.setenv(TLS_VARIABLE, str(tmp_path / "tls"))
     else:
         monkeypatch.setenv(INSECURE_VARIABLE, "1")

@@ -22,7 +22,8 @@ from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import create
 from paceline.services.common.relay import RelayConnection
 from paceline.services.local.cluster import LocalCluster
-from paceline.tls.channels import open_aio_channel
+from paceline.tls.certificates import WORKER_HOST
+from paceline.tls.channels import TO_WORKER, open_aio_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
 from paceline.tls.peers import PeerTls
 from paceline.v1 import host_agent_pb2, reward_pb2, reward_pb2_grpc
@@ -35,7 +36,7 @@ DEADLINE_S = 60.0
 
 async def ask_for_functions(address: str, token: str) -> grpc.StatusCode:
     """Ask a reward worker for its functions; return the status of the refusal."""
-    async with open_aio_channel(address) as channel:
+    async with open_aio_channel(address, TO_WORKER) as channel:
         stub = reward_pb2_grpc.RewardServiceStub(channel)
         listing: Any = stub.ListFunctions(
             reward_pb2.ListFunctionsRequest(),
@@ -89,7 +90,7 @@ async def test_what_a_worker_refuses_is_in_its_log_and_its_hosts_agent_refuses_s
             context = ssl.create_default_context(cafile=str(folders["person"] / "ca.crt"))
             async with ClientSession() as http:
                 page = f"https://127.0.0.1:{metrics}/metrics"
-                async with http.get(page, ssl=context) as answer:
+                async with http.get(page, ssl=context, server_hostname=WORKER_HOST) as answer:
                     assert answer.status == 401
             assert "refused an HTTP request from 127.0.0.1" in services.log("reward")
             await knock(f"127.0.0.1:{port}", b"GET / HTTP/1.1\r\n\r\n")

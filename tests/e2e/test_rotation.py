@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The certificates of every process of this host, and of the clients of this test."""
     make_authority(tmp_path / "ca")
     made = tmp_path / "tls"
-    shutil.copytree(issue(tmp_path / "ca", "up", "worker"), made)
+    shutil.copytree(issue(tmp_path / "ca", "up", "up"), made)
     monkeypatch.setenv(VARIABLE, str(made))
     return made
 
@@ -71,7 +71,7 @@ def test_a_run_goes_on_while_certificates_are_replaced(
         before = {member.member_id for member in client.members()}
         make_authority(tmp_path / "other")
         renewed = renew(shutil.copytree(tmp_path / "ca", tmp_path / "again"), "up")
-        for number, made in enumerate((renewed, issue(tmp_path / "other", "up", "worker")), 1):
+        for number, made in enumerate((renewed, issue(tmp_path / "other", "up", "up")), 1):
             step = client.get(run_id).step
             shutil.copytree(made, folder, dirs_exist_ok=True)
             serial = read_certificate((folder / "tls.crt").read_bytes()).serial

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import grpc
 
 from paceline.errors import InvalidInput
-from paceline.tls.certificates import Identity, identity_of, read_certificate
+from paceline.tls.certificates import Identity, identity_of, read_certificate, why_no_coordinator
 from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
@@ -22,8 +22,11 @@ MAX_HOST = 64
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
     """Return the credentials of a gRPC port. With `mutual`, clients must present a certificate of the authority;
-    otherwise none is requested, because gRPC for Python has no optional client certificates. Raises InvalidInput."""
+    without it no certificate is requested, because gRPC for Python has no optional client certificates. Raises
+    InvalidInput, with `mutual` also for a certificate that is not a coordinator's."""
     given = _own(folder)
+    if mutual and (why := why_no_coordinator(given.certificate)):
+        raise InvalidInput(f"clients would send nothing to a coordinator with {folder.path / 'tls.crt'}: {why}")
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         authority = given.authority if mutual else None

@@ -11,8 +11,9 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.tls.channels import open_plain_or_tls
-from paceline.tls.folder import tls_folder
+from paceline.tls.certificates import COORDINATOR_HOST, WORKER_HOST, read_certificate
+from paceline.tls.channels import NAME_OPTION, open_plain_or_tls
+from paceline.tls.folder import TlsFolder, tls_folder
 
 
 @click.command()
@@ -33,8 +34,13 @@ def _get(address: str, timeout_s: float) -> None:
     connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
     if folder is not None:
         context = ssl.create_default_context(cadata=folder.read().authority.decode())
+        context.check_hostname = False  # the role is compared instead
         connection = http.client.HTTPSConnection(parts.netloc, timeout=timeout_s, context=context)
     try:
+        if folder is not None:
+            connection.connect()
+            assert isinstance(connection.sock, ssl.SSLSocket)
+            _check_role(connection.sock, folder)
         connection.request("GET", parts.path or "/")
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
@@ -45,8 +51,23 @@ def _get(address: str, timeout_s: float) -> None:
         raise click.ClickException(f"{address}: status {status}")
 
 
+def _own_host(folder: TlsFolder) -> str:
+    """Return the name of this process's role, which the server of the same container has too."""
+    own = folder.read().certificate
+    return WORKER_HOST if own and WORKER_HOST in read_certificate(own).hosts else COORDINATOR_HOST
+
+
+def _check_role(connection: ssl.SSLSocket, folder: TlsFolder) -> None:
+    """Raise ssl.SSLError unless the server has this process's role."""
+    der = connection.getpeercert(binary_form=True) or b""
+    if (name := _own_host(folder)) not in read_certificate(ssl.DER_cert_to_PEM_cert(der)).hosts:
+        raise ssl.SSLError(f"its certificate lacks the name {name}")
+
+
 def _check(address: str, timeout_s: float, service: str) -> None:
-    with open_plain_or_tls(address) as channel:
+    folder = tls_folder()
+    options = () if folder is None else ((NAME_OPTION, _own_host(folder)),)
+    with open_plain_or_tls(address, options) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service=service)

@@ -136,7 +136,7 @@ def check_certificate(context: Any) -> None:
             raise Conflict(
                 "a worker must connect with its certificate to the coordinator's --port; this port is for people without a certificate"
             )
-        if identity.role != WORKER:
+        if not identity.is_worker:
             raise Conflict(
                 f"the certificate of {identity.name!r} has the role {identity.role}, but a worker needs the role {WORKER}"
             )

@@ -7,10 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from tls_folders import old_certificate
 
 from paceline.errors import Conflict, InvalidInput, NotFound
-from paceline.tls.authority import issue, issued, make_authority, renew
-from paceline.tls.certificates import read_certificate
+from paceline.tls.authority import LOCAL, issue, issued, make_authority, renew
+from paceline.tls.certificates import COORDINATOR_HOST, ROLES, WORKER_HOST, read_certificate
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def handshake(server: Path, client: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["10.0.0.2", "rollout.example", "fd00::2", "127.0.0.1", "localhost"])
 def test_certificates_of_one_authority_verify_each_other_by_every_host(folder: Path, name: str) -> None:
-    server = issue(folder, "rollout-0", "worker", ["10.0.0.2", "rollout.example", "[fd00::2]"])
+    server = issue(folder, "coordinator", "coordinator", ["10.0.0.2", "rollout.example", "[fd00::2]"])
     handshake(server, issue(folder, "ann", "operator"), name)
 
 
@@ -103,6 +104,35 @@ def test_wrong_input_is_refused_with_its_value(
 ) -> None:
     with pytest.raises(InvalidInput, match=fault):
         issue(folder, name, role, hosts)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_loopback_and_the_names_of_roles_are_in_certificates_of_those_roles_alone(folder: Path, role: str) -> None:
+    made = issue(folder, "a", role, ["10.0.0.1"])
+    hosts = set(read_certificate((made / "tls.crt").read_bytes()).hosts) - {"10.0.0.1"}
+    coordinates, works = role in ("coordinator", "up"), role in ("worker", "up")
+    assert hosts & set(LOCAL) == (set(LOCAL) if coordinates else set())
+    assert (COORDINATOR_HOST in hosts, WORKER_HOST in hosts) == (coordinates, works)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [COORDINATOR_HOST, "COORDINATOR.paceline.internal", "*.paceline.internal", "localhost", "a.localhost", "127.0.0.1",
+     "127.9.9.9", "[::1]", "::ffff:127.0.0.1", "0.0.0.0"],
+)  # fmt: skip
+def test_no_other_role_may_name_them(folder: Path, host: str) -> None:
+    for role in ("viewer", "worker"):
+        with pytest.raises(InvalidInput, match=f"leave it out for the role '{role}'"):
+            issue(folder, "a", role, [host])
+
+
+def test_a_renewed_old_certificate_gains_the_name_of_its_role_and_loses_those_of_others(folder: Path) -> None:
+    for name in ("viewer", "worker", "coordinator"):
+        made = old_certificate(folder, name, name)
+        assert set(LOCAL) <= set(read_certificate((made / "tls.crt").read_bytes()).hosts)
+        renewed = read_certificate((renew(folder, name) / "tls.crt").read_bytes())
+        expected = {"worker": (WORKER_HOST,), "coordinator": (*LOCAL, COORDINATOR_HOST)}.get(name, ())
+        assert set(renewed.hosts) == set(expected)
 
 
 def test_a_certificate_does_not_outlive_its_authority(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,16 +18,20 @@ from typing import Any, cast
 import grpc
 import pytest
 from aiohttp import ClientSession, web
-from tls_folders import make_folders
+from click.testing import CliRunner
+from tls_folders import make_folders, old_certificate
 
-from paceline.errors import InvalidInput
+from paceline.calls.token import open_channel
+from paceline.client import Client
+from paceline.errors import InvalidInput, PacelineError
 from paceline.services.common.access.tls import identity_of_call
 from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.common.serving.healthcheck import main as healthcheck
 from paceline.services.common.serving.json_http import JsonListener
 from paceline.services.coordinator.members.introduction import check_certificate
 from paceline.tls.authority import issue, make_authority, renew
 from paceline.tls.certificates import Identity
-from paceline.tls.channels import RenewedChannel, open_aio_channel, open_plain_or_tls, why_no_channel
+from paceline.tls.channels import TO_WORKER, RenewedChannel, open_aio_channel, open_plain_or_tls, why_no_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
 
 DEADLINE_S = 60.0
@@ -121,6 +126,105 @@ async def test_a_server_without_tls_or_with_a_bad_certificate_is_named(
     monkeypatch.setenv(VARIABLE, str(expired))
     async with GrpcServer("127.0.0.1", 0) as made:
         assert "expired; renew it" in await refusal(made.port, folders["worker"])
+
+
+class Impostor:
+    """A gRPC server with somebody's certificate, which takes note of every call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.heard: list[Any] = []
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        handler = grpc.stream_stream_rpc_method_handler(lambda requests, context: iter(()))
+        service = SimpleNamespace(service=lambda call: self.heard.append(call) or handler)
+        self._server.add_generic_rpc_handlers((cast(Any, service),))
+        pair = ((folder / "tls.key").read_bytes(), (folder / "tls.crt").read_bytes())
+        self.address = f"127.0.0.1:{self._server.add_secure_port('127.0.0.1:0', grpc.ssl_server_credentials([pair]))}"
+
+    def __enter__(self) -> Impostor:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(None).wait()
+
+
+def holder(folders: dict[str, Path], role: str) -> Path:
+    return old_certificate(folders["worker"].parent, f"an-old-{role}", role)
+
+
+@pytest.mark.parametrize("role", ["viewer", "submitter", "operator", "worker", "scraper", "coordinator"])
+async def test_no_call_reaches_a_server_without_a_coordinators_certificate(
+    role: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate is valid for this address, and of the authority."""
+    monkeypatch.setenv(VARIABLE, str(folders["worker"]))
+    token = tmp_path / "token"
+    token.write_text("a secret\n")
+    with Impostor(holder(folders, role)) as impostor:
+        with open_channel(impostor.address, token) as channel, pytest.raises(grpc.RpcError):
+            channel.unary_unary("/paceline.v1.RunService/List")(b"", timeout=5.0)
+        async with open_aio_channel(impostor.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.stream_stream("/paceline.v1.WorkerService/Connect")(iter([b""]), timeout=5.0).read()
+        with pytest.raises(PacelineError) as caught:
+            Client(impostor.address, token_file=token, wait_s=0.0).runs()
+        assert impostor.heard == []
+    expected = "renew it where its authority is" if role == "coordinator" else f"has the role {role}; issue"
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["viewer", "coordinator"])
+def test_a_worker_is_called_only_with_a_workers_certificate(
+    role: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(folders["person"]))
+    with Impostor(holder(folders, role)) as impostor:
+        with (
+            Client("127.0.0.1:1", token_file=tmp_path / "token") as client,
+            client._channel_to(impostor.address, TO_WORKER) as channel,
+            pytest.raises(grpc.RpcError),
+        ):
+            channel.unary_unary("/paceline.v1.RolloutService/Generate")(b"", timeout=5.0)
+        assert impostor.heard == []
+
+
+@pytest.mark.parametrize(
+    ("role", "remedy"),
+    [("worker", "for `paceline up`, whose processes share one, with --role up"), ("coordinator", "certs renew")],
+)
+async def test_a_coordinator_does_not_start_with_a_certificate_that_clients_refuse(
+    role: str, remedy: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(holder(folders, role)))
+    with pytest.raises(InvalidInput, match=remedy):
+        GrpcServer("127.0.0.1", 0, mutual=True)
+
+
+@pytest.mark.parametrize("role", ["coordinator", "worker", "up"])
+async def test_a_health_check_asks_a_server_of_its_own_role(
+    role: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = issue(folders["worker"].parent, "own", role)
+    monkeypatch.setenv(VARIABLE, str(own))
+    async with GrpcServer("127.0.0.1", 0) as made:
+        done = await asyncio.to_thread(CliRunner().invoke, healthcheck, [f"127.0.0.1:{made.port}"])
+        assert done.exit_code == 0, done.output
+    listener = JsonListener("a test", "choose another port")
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response()
+
+    listener.app.router.add_get("/", answer)
+    port = await listener.start("127.0.0.1", 0)
+    try:
+        address = f"http://127.0.0.1:{port}/"
+        assert (await asyncio.to_thread(CliRunner().invoke, healthcheck, [address])).exit_code == 0
+    finally:
+        await listener.close()
+    with Impostor(holder(folders, "viewer")) as impostor:
+        for address in (impostor.address, f"http://{impostor.address}/"):
+            assert (await asyncio.to_thread(CliRunner().invoke, healthcheck, [address])).exit_code == 1
+        assert impostor.heard == []
 
 
 async def test_both_sides_take_renewed_certificates_without_a_restart(
