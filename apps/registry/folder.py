@@ -35,7 +35,7 @@ from paceline.errors import Conflict, DataError, NotFound
 from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, VERDICTS
 from paceline.files.storage import CHUNK_BYTES, Folder
 from paceline.files.whole_file import write_whole
-from paceline.host.regular_file import read_regular
+from paceline.host.regular_file import open_named, read_regular
 from paceline.models.evaluation_results import RESULT, SAMPLES, check_evidence, outcome_of, read_result
 
 CONFIGS = ("config.json", "adapter_config.json")
@@ -130,7 +130,7 @@ def copy_folder(source: Folder, into: Path) -> None:
         target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file = source.open(name)
+            file = source.open(name) if source.local is None else open_named(source.local / name)
         except OSError as error:
             raise DataError(f"{source}: {name} cannot be read: {error.strerror or error}") from None
         with file, target.open("wb") as copy:

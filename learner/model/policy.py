@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from paceline.errors import InvalidInput
+from paceline.files.bounded_cache import use_own_compiled_code
 from paceline.host.onednn import is_faster, product
 from paceline.learner.batch.samples import PackedBatch, SequenceLayout
 from paceline.learner.collectives import world_size
@@ -331,6 +332,7 @@ attention, in having gradients or not, and in the length of rows if it is not dy
 def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
     """Compile the forward of each layer at its first call. Raises InvalidInput if this machine cannot compile."""
     _require_compiler(device)
+    use_own_compiled_code()
     leave_out_of_graphs()
     settings: Any = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, COMPILED_VARIANTS)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.bundle.manifest import Manifest, path_of_folder
+from paceline.host.regular_file import check_named, read_named
 from paceline.spec import RunSpec
 from paceline.spec.reading import code_paths, file_of
 
@@ -34,7 +35,7 @@ def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]
                 f"{original.parent}"
             )
         try:
-            same = hashlib.sha256(original.read_bytes()).hexdigest() == file.sha256
+            same = hashlib.sha256(read_named(original)).hexdigest() == file.sha256
         except OSError:
             same = False
         if not same:
@@ -52,13 +53,15 @@ def _origins(spec: RunSpec) -> dict[str, Path]:
 def refusal_of_files(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
     """Return why a file of code may not be used, as a sentence; empty if it may. Links are followed first. The file
     must be below one of the folders `allowed`, those of `--functions-from`. Without any, it must be below the spec's
-    folder; a spec without a folder may name any file."""
+    folder; a spec without a folder may name any file that is not withheld."""
     folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
-    if not folders:
-        return ""
     for name, code in code_paths(spec).items():
         file = Path(file_of(code)).expanduser().resolve()
-        if not any(file.is_relative_to(folder.expanduser().resolve()) for folder in folders):
+        try:
+            check_named(file)
+        except OSError as error:
+            return f"{name}: {file} cannot be read: {error.strerror}"
+        if folders and not any(file.is_relative_to(folder.expanduser().resolve()) for folder in folders):
             named = " or ".join(str(folder) for folder in folders)
             remedy = "move the file there" if allowed else "move it there"
             return (

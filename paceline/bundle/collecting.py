@@ -27,6 +27,7 @@ from paceline.bundle.manifest import (
     split_glob,
 )
 from paceline.errors import SpecError
+from paceline.host.regular_file import open_named
 from paceline.spec import RunSpec
 from paceline.spec.reading import code_paths, file_of
 
@@ -230,8 +231,8 @@ def _unreadable(name: str, path: Path, error: OSError) -> SpecError:
 def _digested(bundled: str, kind: Kind, name: str, path: Path) -> BundledFile:
     """Return the manifest's entry for a file. Raises SpecError if the file cannot be read or is changed meanwhile."""
     try:
-        with path.open("rb") as source:
-            sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+        with open_named(path) as source:
+            sha256 = hashlib.file_digest(source, "sha256").hexdigest()  # type: ignore[arg-type]
             size = source.tell()
             if os.fstat(source.fileno()).st_size != size:
                 raise SpecError(f"{name}: {str(path)!r} was changed while it was read; submit again")

@@ -17,8 +17,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 from paceline.errors import InvalidInput
+from paceline.host.regular_file import without_quotations
 from paceline.spec import RunSpec
-from paceline.spec.reading import code_paths, file_of, with_code_paths
+from paceline.spec.reading import code_paths, file_of, spec_to_yaml, with_code_paths
 
 Kind = Literal["code", "data", "include"]
 FORMAT = 1
@@ -224,8 +225,22 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
     return moved.model_copy(update=update)
 
 
+def for_submitter(text: str, spec: RunSpec, local: RunSpec, root: Path | None) -> str:
+    """Return the message `text` about the files of `local`, which is `spec` with paths into the bundle in `root`: with
+    the submitter's paths, and without quotations of files of this machine or of its stores, which came in no bundle."""
+    names = [name for names in data_names(local).values() for name in names]
+    names = [name for name in names if "://" in name or glob.has_magic(name) or os.path.exists(name)]  # not of the hub
+    names += map(file_of, code_paths(local).values())
+    others = [name for name in names if root is None or not Path(name).is_relative_to(root)]
+    is_bundled = root is not None and str(root) in text
+    if any(split_glob(name)[0] in text for name in others) or (others and not is_bundled):
+        known = spec_to_yaml(spec)
+        folders = tuple(split_glob(name)[0] for names in data_names(spec).values() for name in names)
+        text = without_quotations(text, lambda quoted: quoted in known or quoted.startswith(folders))
+    return text if root is None else with_original_paths(text, spec, root)
+
+
 def with_original_paths(text: str, spec: RunSpec, root: Path) -> str:
-    """Return the message `text` about files in `root`, with the submitter's paths in place of the paths in `root`."""
     folders = [str(PurePosixPath(file_of(code)).parent) for code in code_paths(spec).values()]
     originals = {path_of_folder(spec.folder, folder): folder for folder in folders} | {PREPARED: "prepared"}
     for name in (name for names in data_names(spec).values() for name in names if is_path(name)):

@@ -23,6 +23,7 @@ from paceline.errors import (
     Unavailable,
     Unreadable,
 )
+from paceline.host.regular_file import open_named
 from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
             f"the coordinator has lost {file.path!r} of the run's bundle, and this machine lacks it; submit the run again"
         )
     try:
-        with path.open("rb") as source:
+        with open_named(path) as source:
             source.seek(offset)
             sent = False
             while (data := source.read(min(PART_BYTES, file.size - offset))) or not sent:

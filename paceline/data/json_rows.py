@@ -73,7 +73,7 @@ MAX_ARRAY_MB = 256
 
 def open_json(path: Path, check: Check | None = None) -> JsonLines | SpooledRows:
     """Return the rows of a JSON file. Raises DataError with the line, and the column of invalid JSON; OSError."""
-    with LineReader(path, storage_key()) as file:
+    with LineReader(path, storage_key(), is_named=True) as file:
         first = next((line.lstrip()[:1] for _, _, line in file if line.strip()), b"")
     return _array(path, check) if first == b"[" and path.suffix == ".json" else JsonLines(path, check)
 
@@ -85,7 +85,7 @@ class JsonLines:
         self._path = path
         self._digest = xxhash.xxh3_64()
         self.columns: tuple[str, ...] = ()
-        self._file = LineReader(path, storage_key())
+        self._file = LineReader(path, storage_key(), is_named=True)
         offsets, ends = self._index(check)
         self._offsets, self._ends = np.array(offsets, np.int64), np.array(ends, np.int64)
         self.fingerprint = f"{len(self._offsets)} rows, XXH3 {self._digest.hexdigest()}"

@@ -32,6 +32,7 @@ from paceline.data.row_checks import Check, holds_json
 from paceline.encryption.encrypted_file import WrongKey, is_encrypted_file, open_data
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import DataError, InvalidInput, Unreadable
+from paceline.host.regular_file import check_named
 from paceline.models.loading import hub_remedy
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _loaded(
 
     datasets.disable_progress_bars()
     try:
+        _check_files(builder, name, config)
         if builder and (storage_key() is not None or is_encrypted_file(Path(name))):
             return datasets.Dataset(_table_in_memory(builder, Path(name)))
         if builder:
@@ -129,6 +131,19 @@ def _loaded(
             raise DataError(f"the data set {name!r} has the splits {sorted(loaded)}, not {split!r}")
         loaded = loaded[split]
     return loaded
+
+
+def _check_files(builder: str | None, name: str, config: str | None) -> None:
+    """Check the files of a table or a folder, and those that the card of a folder or of the hub names elsewhere. Raises
+    OSError for a withheld file, errors of `datasets`."""
+    import datasets
+
+    check_named(name)
+    if builder or (Path(name) / "dataset_info.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+        return
+    for files in (datasets.load_dataset_builder(name, config).config.data_files or {}).values():
+        for file in files:
+            check_named(file.partition("://")[2] if file.startswith(("file://", "local://")) else file)
 
 
 def _table_in_memory(builder: str, path: Path) -> Any:

@@ -310,7 +310,9 @@ def refusals(source: str, about: str) -> Iterator[None]:
     except BaseException as error:
         if not is_about_input(error):
             raise
-        raise InvalidInput(f"{source} raised {error_text(error)}, for {about}") from error
+        line = getattr(error, "lineno", None)  # jinja's errors of syntax quote the template's file
+        said = error_text(error) if line is None else f"{type(error).__name__} at its line {line}"
+        raise InvalidInput(f"{source} raised {said}, for {about}") from error
 
 
 def encode_text(tokenizer: Any, text: str) -> IntArray:

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, NAME_BYTES, StorageKey, storage_key
 from paceline.errors import InvalidInput
-from paceline.host.regular_file import open_regular
+from paceline.host.regular_file import open_named, open_regular
 
 MAGIC = b"PLCENC\x001"
 SALT_BYTES = 16
@@ -46,7 +46,7 @@ def is_encrypted(start: bytes) -> bool:
 
 def is_encrypted_file(path: Path) -> bool:
     """Return whether the file at a path is encrypted. Raises OSError."""
-    with open_regular(path) as file:
+    with open_named(path) as file:
         return is_encrypted(file.read(len(MAGIC)))
 
 
@@ -194,10 +194,10 @@ def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
         raise
 
 
-def open_data(path: Path) -> IO[bytes]:
+def open_data(path: Path, *, is_named: bool = True) -> IO[bytes]:
     """Return a reader of a data file's plaintext. The file may be encrypted, and a cache may have encrypted its copy
     again. Raises WrongKey, InvalidInput as `plaintext` does, and OSError."""
-    return plaintext(plaintext(open_regular(path), str(path)), str(path))
+    return plaintext(plaintext((open_named if is_named else open_regular)(path), str(path)), str(path))
 
 
 def encrypt(data: bytes, key: StorageKey) -> bytes:

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.encryption.encrypted_file import encrypting, plain_size
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import InvalidInput, Unavailable, Unreadable
+from paceline.host.own_folder import own_folder
+from paceline.host.regular_file import shown
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -40,12 +42,17 @@ class HeldFolder:
     def __init__(self, root: Path, lock: int):
         self.root = root
         self._lock: int | None = lock
+        self._shown = str(root.resolve())
+        shown[self._shown] += 1
 
     def close(self) -> None:
         """Release the folder, so that another process may remove it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+            shown.subtract([self._shown])
+            if not shown[self._shown]:
+                del shown[self._shown]
 
     def __enter__(self) -> HeldFolder:
         return self
@@ -95,10 +102,10 @@ class BoundedCache:
 
     def open(self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]) -> HeldFolder:
         """Return the entry `name` of `size` bytes; unless it `is_whole`, `fill` makes it in an empty folder. Raises
-        Unreadable for a size above the limit and a disk that cannot be written; Unavailable if entries in use leave
-        no room; errors of `fill`."""
+        Unreadable for a size above the limit, a disk that cannot be written and a folder that others could change;
+        Unavailable if entries in use leave no room; errors of `fill`."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            own_folder(self._folder, self._kind.folder_variable)
             return self._open(name, size, is_whole, fill)
         except OSError as error:
             raise Unreadable(
@@ -221,9 +228,22 @@ DEFAULT_MB = 65_536
 
 
 def spool_folder() -> Path:
-    """Return the folder that PACELINE_SPOOL names, else `paceline/spool` in the user's cache."""
+    """Return the folder that PACELINE_SPOOL names, else `paceline/spool` in the user's cache. Raises Unreadable for one
+    that others could change, OSError."""
     named = os.environ.get(FOLDER_VARIABLE)
-    return Path(named) if named else _in_user_cache("spool")
+    return own_folder(Path(named) if named else _in_user_cache("spool"), FOLDER_VARIABLE)
+
+
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_own_compiled_code() -> None:
+    """Have torch keep compiled code, which it loads again, in a folder of this user: by default in the user's cache,
+    not in a predictable one for temporary files. Raises Unreadable, OSError as `spool_folder` does."""
+    named = os.environ.get(COMPILED_VARIABLE)
+    os.environ[COMPILED_VARIABLE] = str(
+        own_folder(Path(named) if named else _in_user_cache("inductor"), COMPILED_VARIABLE)
+    )
 
 
 def quota_bytes() -> int:

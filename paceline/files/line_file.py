@@ -68,10 +68,11 @@ class LineReader:
     """Reads the lines of a file: plain, encrypted, or in a file that is encrypted as a whole. Several threads may
     `read`. The file stays open, so its lines do not change if another file replaces it."""
 
-    def __init__(self, path: Path, key: StorageKey | None):
-        """Raises OSError; WrongKey for a file that is encrypted with another key than this process has."""
+    def __init__(self, path: Path, key: StorageKey | None, *, is_named: bool = False):
+        """`is_named`: somebody has named the file (`open_named`). Raises OSError; WrongKey for a file that is encrypted
+        with another key than this process has."""
         self._name = str(path)
-        self._file = open_data(path)
+        self._file = open_data(path, is_named=is_named)
         try:
             self._cipher = _cipher_of(self._file, self._name, key)
         except BaseException:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.errors import InvalidInput, PacelineError, SpecError, Unreadable
 from paceline.files.bounded_cache import CacheKind, HeldFolder, open_copies
-from paceline.files.storage import is_url, open_url
+from paceline.files.storage import check_readable, is_url, open_url
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 ADAPTER_CONFIG = "adapter_config.json"
@@ -36,7 +36,9 @@ def model_source(name: str, field: str = "policy.model_name", *, weights: bool =
     """Return the local folder of a model, or its name on the hub, for transformers' `from_pretrained`. `field` is the
     spec's key, for messages. The folder of a URL holds all files except weights; with `weights` those too. Raises
     Unreadable for a folder without config.json (unless `config` is false) or a URL that cannot be read now;
-    InvalidInput for a malformed config.json, an adapter's folder and a URL with an unknown scheme."""
+    InvalidInput for a malformed config.json, an adapter's folder and a URL with an unknown scheme; Unreadable also for
+    a folder with withheld files."""
+    check_readable(name, field)
     if is_url(name):
         return str(_copied(name, field, weights, config))
     path = Path(name).expanduser()

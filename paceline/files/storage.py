@@ -27,14 +27,16 @@ from fsspec.implementations.local import LocalFileSystem
 
 from paceline.encryption.encrypted_file import decrypt, is_encrypted
 from paceline.encryption.storage_key import storage_key
-from paceline.errors import InvalidInput, SpecError, Unavailable
+from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
 from paceline.files.whole_file import sync_folder, write_whole
-from paceline.host.regular_file import open_regular
+from paceline.host.regular_file import check_named, open_regular, why_withheld
 
 if TYPE_CHECKING:
     from paceline.spec import CheckpointingSection
 
 CHUNK_BYTES = 8 << 20
+INDIRECT = frozenset({"reference", "dir", "git", "zip", "tar", "libarchive", "generic"})
+"""Schemes of fsspec that read other files, which the URL names or which a file lists."""
 
 
 def is_url(name: str) -> bool:
@@ -43,8 +45,10 @@ def is_url(name: str) -> bool:
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
-    """Return file system and path of a URL or local path. Raises SpecError, which names `what`, for an unknown scheme,
-    or one whose package is not installed."""
+    """Return the file system of a URL or a local path, and the path in it. Raises SpecError, with `what` as the name,
+    for a scheme that is unknown or whose package is not installed, and for a URL that leads to another."""
+    if "::" in url or url.partition("://")[0] in INDIRECT:
+        raise SpecError(f"{what} {url!r} leads to another file system; name the files themselves")
     try:
         # No cached listings, because other processes write here too.
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
@@ -59,6 +63,26 @@ def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
 def is_local(store: AbstractFileSystem) -> bool:
     """Return whether the files are on this machine, or on a file system mounted into it."""
     return isinstance(store, LocalFileSystem)
+
+
+def check_readable(name: str, what: str) -> None:
+    """Check a path or URL of files that somebody has named, before a library opens them. Raises Unreadable for withheld
+    files of this machine (`paceline.host.regular_file`), SpecError as `open_url` does."""
+    store, path = open_url(name, what) if is_url(name) else (None, str(Path(name).expanduser()))
+    if store is not None and not is_local(store):
+        return
+    try:
+        check_named(path)
+    except OSError as error:
+        raise Unreadable(f"{what} {name!r} cannot be read: {error.filename!r}: {error.strerror}") from None
+
+
+def check_place(url: str, what: str) -> None:
+    """Check a path or URL where a run writes. Raises SpecError for a place of a coordinator's or of secrets, and as
+    `open_url` does."""
+    store, path = open_url(url, what)
+    if is_local(store) and (why := why_withheld(os.path.realpath(path))):
+        raise SpecError(f"{what} {url!r} cannot be used: {why}")
 
 
 class Folder:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput, Unreadable, error_text, is_about_input
+from paceline.host.regular_file import read_named, without_quotations
 
 FOLDERS = {
     "checkpoints", "ckpt", "data", "datasets", "export", "home", "mnt", "model", "models", "out", "output",
@@ -63,13 +65,25 @@ def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput |
     is_nesting = isinstance(error, RecursionError)  # of JSON
     if not is_about_input(error) or (isinstance(error, RuntimeError) and not (is_of_files or is_nesting)):
         return None
-    is_local = Path(name).expanduser().is_dir()
+    is_local, said = Path(name).expanduser().is_dir(), error_text(error)
+    if is_local:  # its files came in no bundle
+        content = _texts_of(Path(name).expanduser())
+        said = without_quotations(said.replace("`", "'"), lambda quoted: quoted not in content)
     if isinstance(error, OSError) or not (is_local or isinstance(error, ValueError)):
         remedy = "" if is_local else f"; {hub_remedy(name)}"
-        return Unreadable(f"{field} {name!r} cannot be loaded: {error_text(error)}{remedy}")
+        return Unreadable(f"{field} {name!r} cannot be loaded: {said}{remedy}")
     return InvalidInput(
-        f"{field} {name!r} cannot be loaded: {error_text(error)}; are its files complete? Copy or download them again"
+        f"{field} {name!r} cannot be loaded: {said}; are its files complete? Copy or download them again"
     )
+
+
+def _texts_of(folder: Path) -> str:
+    """Return the text files of a model's folder, one after the other."""
+    texts = []
+    for path in (path for kind in ("*.json", "*.jinja", "*.txt") for path in folder.glob(kind)):
+        with contextlib.suppress(OSError):
+            texts.append(read_named(path).decode(errors="replace"))
+    return "\n".join(texts)
 
 
 def weights_bytes(model_name: str) -> int:

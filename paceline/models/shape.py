@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput
+from paceline.host.regular_file import read_named
 from paceline.spec import ParallelSection
 
 
@@ -92,7 +93,7 @@ def read_config(model_name: str) -> dict[str, Any] | None:
     if path is not None and not path.is_file():
         path = _cached_config(model_name)
     try:
-        config = None if path is None else json.loads(path.read_text())
+        config = None if path is None else json.loads(read_named(path))
     except (OSError, ValueError):
         return None
     return config if isinstance(config, dict) else None

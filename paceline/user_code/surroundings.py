@@ -38,6 +38,7 @@ from paceline.bundle.cache import KIND
 from paceline.calls.token import token_path
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 from paceline.files.names import LEDGER_NAME
+from paceline.host.regular_file import credentials
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.user_code.box import Box
 
@@ -99,18 +100,6 @@ def _remove(path: str) -> None:
 VARIABLE = "PACELINE_REQUIRE_ISOLATION"
 ANSWERS_VARIABLE = "PACELINE_ANSWER_CACHE_MB"
 ROOT = str(Path(__file__).resolve().parents[2])
-CREDENTIALS = (
-    "~/.ssh",
-    "~/.aws",
-    "~/.kube",
-    "~/.netrc",
-    "~/.config/gcloud",
-    "~/.docker/config.json",
-    "~/.cache/huggingface/token",
-    "~/.cache/huggingface/stored_tokens",
-    "/var/run/secrets",
-)
-"""Files of other programs with their users' credentials."""
 
 
 class Isolation(enum.Enum):
@@ -169,7 +158,7 @@ class Surroundings:
         for folder in _caches():
             if str(folder.parent.resolve()) in closed:
                 with contextlib.suppress(OSError):  # a home that is not this user's
-                    folder.mkdir(parents=True, exist_ok=True)
+                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = Path(tempfile.gettempdir()).resolve()
         if str(folder) not in closed:
             return ProcessSettings(variables, box)
@@ -192,7 +181,7 @@ class Surroundings:
         bundle_names = {path.relative_to(bundles).parts[0] for path in inside if path.is_relative_to(bundles)}
         hidden = [*secret_paths(), bundles]
         if chosen is Isolation.REQUIRED:
-            hidden += [path for path in _credentials() if path.exists()]
+            hidden += [path for path in credentials() if path.exists()]
         shown = [bundles / name for name in sorted(bundle_names)]
         return Box(tuple(map(str, hidden)), tuple(map(str, shown)), tuple(map(str, loaded_code(hidden))))
 
@@ -208,12 +197,6 @@ def secret_paths() -> Iterator[Path]:
 
 def bundles_folder() -> Path:
     return KIND.of_user("bundles").folder.resolve()
-
-
-def _credentials() -> Iterator[Path]:
-    if home := os.environ.get("HF_HOME"):
-        yield from (Path(home, name).resolve() for name in ("token", "stored_tokens"))
-    yield from (Path(path).expanduser().resolve() for path in CREDENTIALS)
 
 
 def _caches() -> Iterator[Path]:

@@ -1,8 +1,10 @@
 """Caches answers of services in one SQLite file of the host's user.
 
 Promise: an answer survives restarts, and all processes of the user share it. The file stays below its limit. A fault of
-the cache never fails a request: without a usable file every question is sent. `PACELINE_ANSWER_CACHE` is the folder
-(default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` its limit in MB (1024; 0: off).
+the cache never fails a request: without a usable file every question is sent.
+
+`PACELINE_ANSWER_CACHE` is the folder (default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` its limit (1024;
+0: off). A folder that others could change is not used (`paceline.host.own_folder`).
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
+from paceline.errors import Unreadable
+from paceline.host.own_folder import own_folder
 
 log = logging.getLogger(__name__)
 
+FOLDER_VARIABLE = "PACELINE_ANSWER_CACHE"
 FILE = "answers-1.sqlite"
 DEFAULT_MB = 1024
 BUSY_S = 5.0
@@ -45,8 +50,9 @@ class AnswerCache:
 
     @classmethod
     def of_user(cls) -> AnswerCache | None:
-        """Return the cache that the environment names; None if its limit is 0, or if a storage key encrypts files."""
-        given = os.environ.get("PACELINE_ANSWER_CACHE")
+        """Return the cache that the environment names. Return None if the limit is 0, or if files are encrypted with a
+        storage key, because the cache is not encrypted."""
+        given = os.environ.get(FOLDER_VARIABLE)
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "answers"
         text = os.environ.get("PACELINE_ANSWER_CACHE_MB", "")
         size_mb = int(text) if text.isdecimal() else DEFAULT_MB
@@ -84,7 +90,7 @@ class AnswerCache:
         if self._db is None and not self._unusable:
             try:
                 self._db = _opened(self._path)
-            except (OSError, sqlite3.Error) as error:
+            except (OSError, sqlite3.Error, Unreadable) as error:
                 self._give_up(error)
         try:
             yield self._db
@@ -112,8 +118,9 @@ class AnswerCache:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Return the file, created if needed. A file that is no database is renamed. Raises OSError, sqlite3.Error."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Return the file, created if needed. A file that is no database is renamed. Raises Unreadable for a
+    folder that others could change, OSError, sqlite3.Error."""
+    own_folder(path.parent, FOLDER_VARIABLE)
     try:
         return _connected(path)
     except sqlite3.DatabaseError as error:

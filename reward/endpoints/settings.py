@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import JsonValue, ValidationError, field_validator, model_validator
 
 from paceline.errors import InvalidInput, Unreadable, nearest
+from paceline.host.regular_file import open_regular, why_withheld
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 KEY_VARIABLE, KEY_FILES = "API_KEY", ("api_key", "api-key")
@@ -85,7 +86,13 @@ class EndpointSettings(Section):
         elif self.api_key_file is not None:
             source = f"the file {self.api_key_file}"
             try:
-                found = Path(self.api_key_file).read_text()[: MAX_KEY_CHARS + 1]
+                path = Path(self.api_key_file).resolve()
+                if not path.name.endswith(KEY_FILES) or why_withheld(str(path)):
+                    raise Unreadable(
+                        f"{source} leads to a file that holds no key of a judge; name the key's file itself"
+                    )
+                with open_regular(path) as file:
+                    found = file.read(MAX_KEY_CHARS + 1).decode()
             except (OSError, UnicodeDecodeError) as error:
                 raise Unreadable(f"{source} with the key cannot be read: {type(error).__name__}") from None
         else:

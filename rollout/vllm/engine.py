@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
+from paceline.files.bounded_cache import use_own_compiled_code
 from paceline.files.model_source import model_source
 from paceline.groups import Completion, IntArray, Version
 from paceline.models.pretrained import check_model, load_pretrained
@@ -102,6 +103,7 @@ class VllmEngine:
         self.version: Version | None = None
         self.closed = False
         self._first = Version(0, 0) if load_weights else None
+        use_own_compiled_code()
         self._guard = ProcessGuard()
         try:
             self._config = engine_config(self._arguments, self._guard, device)

@@ -30,7 +30,7 @@ from paceline.services.learner.main import main as learner_main
 from paceline.services.learner.nodes.settings import node_settings
 from paceline.services.reward.main import main as reward_main
 from paceline.services.rollout.main import main as rollout_main
-from paceline.tls.certificates import WORKER_HOST
+from paceline.tls.certificates import ROLE_HOSTS
 
 ROLES: dict[str, dict[str, Any]] = yaml.safe_load((CHART / "files/roles.yaml").read_text())["roles"]
 COMMANDS = {
@@ -552,8 +552,8 @@ def test_the_example_of_certificates_has_the_names_that_the_chart_dials() -> Non
         assert spec["subject"]["organizations"] == [role]
         assert f"paceline-{role}-tls" == spec["secretName"]
         assert spec["secretName"] in WITH_TLS
-        assert "127.0.0.1" in spec["ipAddresses"]  # probes
-    assert WORKER_HOST in specs["paceline-worker"]["dnsNames"]
+        assert [name for name in spec["dnsNames"] if name.endswith(".internal")] == list(ROLE_HOSTS[role])
+        assert ("ipAddresses" in spec, "localhost" in spec["dnsNames"]) == (role == "coordinator",) * 2
     assert "paceline-coordinator.training.svc" in specs["paceline-coordinator"]["dnsNames"]
 
 

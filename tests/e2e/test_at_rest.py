@@ -243,7 +243,7 @@ def test_a_learner_with_another_key_pauses_the_run(
     finally:
         cluster.stop()
     assert state_name(ended) == "paused"
-    names = f"the learner has the storage key {other.name.hex()}, and the coordinator has the storage key {given_key.name.hex()}"
+    names = f"the learner has the storage key {other.name.hex()}, but the coordinator has the storage key {given_key.name.hex()}"
     assert names in ended.message
 
 

@@ -21,7 +21,8 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from paceline.errors import Conflict, Unavailable, WireError
+from paceline.errors import Conflict, Unavailable, Unreadable, WireError
+from paceline.host.own_folder import own_folder
 from paceline.weights.format.manifest import MAX_MANIFEST_BYTES
 
 FOLDER_VARIABLE = "PACELINE_AGENT_DIR"
@@ -48,6 +49,11 @@ def socket_name(coordinator: str, host: str) -> str:
 
 def listen(name: str) -> socket.socket:
     """Return a socket that listens at `name`. Raises Conflict if another process listens there, and Unavailable."""
+    if not name.startswith("@"):
+        try:
+            own_folder(Path(name).parent, FOLDER_VARIABLE)
+        except (Unreadable, OSError) as error:
+            raise Unavailable(f"no relay can listen at {name}: {error}") from error
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if name.startswith("@"):
@@ -153,7 +159,6 @@ def _address(name: str) -> str:
 
 def _listen_in_folder(listener: socket.socket, name: str) -> None:
     """Listen in place of a relay that has ended; one relay at a time does so. Raises OSError if one still listens."""
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from paceline.bundle import allowed as allowed_code
-from paceline.bundle.manifest import Kind, with_original_paths
+from paceline.bundle.manifest import Kind, for_submitter
 from paceline.calls.bundle_transfer import unpacked_spec
 from paceline.calls.token import open_channel
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
@@ -139,10 +139,9 @@ class BundledSpec:
 
     @contextlib.contextmanager
     def original_paths(self) -> Iterator[None]:
-        """Replace the paths in errors by those that the submitter knows."""
+        """Give errors the submitter's paths, and no quotations of files that came in no bundle."""
         try:
             yield
         except InvalidInput as error:
-            if self._unpacked is None:
-                raise
-            raise type(error)(with_original_paths(str(error), self.original, self._unpacked.root)) from error
+            root = None if self._unpacked is None else self._unpacked.root
+            raise type(error)(for_submitter(str(error), self.original, self.spec, root)) from error

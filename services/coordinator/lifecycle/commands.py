@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import xxhash
 
 from paceline.errors import Conflict, InvalidInput, NotFound, Unavailable
+from paceline.host.regular_file import read_named
 from paceline.services.coordinator.exchange.batches import selection, session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
@@ -232,7 +232,7 @@ def function_digests(spec: RunSpec) -> str:
     for reward in spec.rewards:
         path, colon, _ = reward.function.rpartition(":")
         try:
-            digests[path] = xxhash.xxh3_64(Path(path).read_bytes()).hexdigest() if colon else ""
+            digests[path] = xxhash.xxh3_64(read_named(path)).hexdigest() if colon else ""
         except OSError:
             continue
     return json.dumps({path: digest for path, digest in digests.items() if digest})

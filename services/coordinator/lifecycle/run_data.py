@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from paceline.bundle.allowed import refusal_of_bundle, refusal_of_files
 from paceline.bundle.cache import BundleCache
-from paceline.bundle.manifest import REPORT, Kind, localized, with_original_paths
+from paceline.bundle.manifest import REPORT, Kind, for_submitter, localized
 from paceline.data.examples import exchange_of, open_examples, report_of
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.errors import Busy, DataError, InvalidInput, NotFound, SpecError, Unreadable
@@ -108,6 +108,15 @@ MAX_REPORT = 1 << 14
 """Largest number of bytes of a report on prepared data; a larger report is left out."""
 
 
+@contextlib.contextmanager
+def messages_for_submitter(spec: RunSpec, local: RunSpec, root: Path | None) -> Iterator[None]:
+    """Replace the messages of errors about data by those of `for_submitter`."""
+    try:
+        yield
+    except (SpecError, DataError, Unreadable) as error:
+        raise type(error)(for_submitter(str(error), spec, local, root)) from None
+
+
 class RunBundles:
     """The bundles in one `BlobStore`. Methods with a digest block, so call them on threads; others use the ledger."""
 
@@ -165,18 +174,17 @@ class RunBundles:
         """Unpack the bundle's files of some kinds, and yield the spec with their paths, which are valid only
         inside the context. Error messages have the submitter's paths. Raises Unreadable for a missing file."""
         if not bundle:
-            yield spec
+            with messages_for_submitter(spec, spec, None):
+                yield spec
             return
         try:
             manifest = self._blobs.manifest(bundle).subset(*kinds)
             unpacked = BundleCache.of_user().open(manifest, lambda file: self._blobs.read(file.sha256))
         except NotFound as error:
             raise Unreadable(str(error)) from None
-        with unpacked:
-            try:
-                yield localized(spec, manifest, unpacked.root)
-            except (SpecError, DataError, Unreadable) as error:
-                raise type(error)(with_original_paths(str(error), spec, unpacked.root)) from None
+        local = localized(spec, manifest, unpacked.root)
+        with unpacked, messages_for_submitter(spec, local, unpacked.root):
+            yield local
 
     def open_data(self, spec: RunSpec, bundle: str) -> RunData:
         """Open the data sets of a run, from its bundle if it has them. Opened data stay readable. Raises DataError."""

@@ -22,7 +22,7 @@ from typing import Any
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Busy, InvalidInput, NotFound, NotPermitted, SpecError
 from paceline.files.names import EXPORTS
-from paceline.files.storage import Folder, refusal_of_store
+from paceline.files.storage import Folder, check_place, refusal_of_store
 from paceline.models.memory_plan import Room, is_open, planned
 from paceline.models.shape import read_shape
 from paceline.services.common.access.rights import Caller, current_caller
@@ -33,7 +33,7 @@ from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundle
 from paceline.services.coordinator.lifecycle.run_states import Watchers
 from paceline.services.coordinator.lifecycle.submission_checks import check_network, checked_data
 from paceline.spec import RewardFunctionSection, RunSpec
-from paceline.spec.reading import MODEL_FIELDS, parse_spec, spec_of_run, spec_to_yaml, submitted_spec
+from paceline.spec.reading import MODEL_FIELDS, OUTPUT_FIELDS, parse_spec, spec_of_run, spec_to_yaml, submitted_spec
 
 MAX_SUBMISSION = 128
 STORE_WAIT_S = 10.0
@@ -103,8 +103,9 @@ class RunQueue:
                 f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g} and the data has "
                 f"{data.num_rows} rows"
             )
-        if spec.checkpointing.checkpoint_dir:
-            Folder(spec.checkpointing.checkpoint_dir)
+        for section, key in OUTPUT_FIELDS:
+            if place := getattr(getattr(spec, section), key):
+                check_place(place, f"{section}.{key}")
         await self._check_store()
         async with self._lock:
             run_id = self._ledger.run_of_submission(submission) if submission else None

@@ -17,8 +17,9 @@ from typing import Any
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.data.tokens import changed_text, reads_tools
-from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
-from paceline.files.storage import Folder, is_url
+from paceline.errors import DataError, InvalidInput, PacelineError, SpecError, Unreadable
+from paceline.files.storage import Folder, check_readable, is_url
+from paceline.host.regular_file import read_named
 from paceline.models.architectures import check_architecture
 from paceline.services.coordinator.lifecycle.run_data import RunData, open_data
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
@@ -206,8 +207,8 @@ def _template_source(policy: PolicySection) -> str:
     folder = Path(policy.tokenizer_name or policy.model_name).expanduser()
     try:
         if (folder / "chat_template.jinja").is_file():
-            return (folder / "chat_template.jinja").read_text()
-        template: Any = json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
+            return read_named(folder / "chat_template.jinja").decode()
+        template: Any = json.loads(read_named(folder / "tokenizer_config.json"))["chat_template"]
     except (OSError, ValueError, LookupError, TypeError):
         return ""
     return template if isinstance(template, str) else ""
@@ -221,6 +222,7 @@ def _check_models(spec: RunSpec) -> list[str]:
         name, field = getattr(getattr(spec, section), key), f"{section}.{key}"
         if name is None:
             continue
+        check_readable(name, field)
         try:
             config = _config_of(name, field)
         except OSError as error:
@@ -279,7 +281,7 @@ def _config_of(name: str, field: str) -> Any:
 
 def _json_of(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_named(path))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -360,7 +362,7 @@ def _defined(key: str, code: str, kind: str) -> Definition | None:
     if name not in names:
         nearest = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise InvalidInput(f"{key}: {path} has no {kind} {name!r}{hint}")
+        raise SpecError(f"{key}: {path} has no {kind} {name!r}{hint}")
     return definition_of(module.body, name)
 
 
@@ -391,7 +393,7 @@ def parsed(path: Path) -> ast.Module | None:
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return None
-        return ast.parse(path.read_bytes())
+        return ast.parse(read_named(path))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from uuid import uuid4
 
@@ -98,8 +99,10 @@ def test_copies_of_every_kind_are_encrypted_with_a_key_and_read_by_row(
     assert is_encrypted(copy.read_bytes())
     assert not any(b"planted" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(WrongKey, match="no key is given"):
+    with pytest.raises(Unreadable, match="part of a cache, which no run may name"):
         open_rows(str(copy), "train")
+    with pytest.raises(WrongKey, match="no key is given"):
+        open_rows(str(shutil.copy(copy, tmp_path)), "train")
 
 
 def test_rows_and_their_fingerprint_are_the_same_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

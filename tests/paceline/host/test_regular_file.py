@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.host.regular_file import read_regular
+from paceline.apps.tracking.track import FOLDER
+from paceline.calls.token import TOKEN_NAME, make_token
+from paceline.files import names
+from paceline.files.bounded_cache import BoundedCache, CacheKind
+from paceline.host.regular_file import OF_COORDINATOR, check_named, read_named, read_regular
+from paceline.services.common.access.rights import CallerRole
+from paceline.services.common.access.token_table import FILE_NAME, REVOKED_NAME, create
+from paceline.services.coordinator.records.files import LOGS
+from paceline.services.local.cluster import LOCK_NAME
+from paceline.tls.authority import issue, make_authority
 
 
 def test_a_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:
@@ -36,3 +45,125 @@ def test_other_kinds_of_files_are_refused_without_waiting(tmp_path: Path) -> Non
         listening.bind(str(tmp_path / "socket"))
         with pytest.raises(OSError, match="No such device or address"):
             read_regular(tmp_path / "socket")
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Secrets of a coordinator's host, by their kind."""
+    runs, ca, cache, key = tmp_path / "runs", tmp_path / "ca", tmp_path / "cache", tmp_path / "keys" / "storage"
+    make_token(runs / "token")
+    (tmp_path / "ann.txt").write_text(create(runs / "tokens.json", "ann", CallerRole.SUBMITTER, 0.0))
+    make_authority(ca)
+    certificate = issue(ca, "coordinator", "coordinator")
+    named = {
+        "PACELINE_STORAGE_KEY_FILE": key,
+        "PACELINE_WEBHOOK_SECRET_FILE": tmp_path / "hook" / "secret",
+        "PACELINE_BUNDLE_CACHE": cache / "bundles",
+        "PACELINE_SPOOL": cache / "spool",
+        "PACELINE_TLS_DIR": certificate,
+    }
+    for variable, path in named.items():
+        monkeypatch.setenv(variable, str(path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    found = {
+        "token": runs / "token",
+        "tokens": runs / "tokens.json",
+        "ledger": runs / "ledger.sqlite",
+        "segment": runs / "ledger.sqlite-segments" / "1",
+        "blob": runs / "blobs" / "ab" / "abc",
+        "audit": runs / "audit" / "000001.jsonl",
+        "log": runs / "logs" / "reward.log",
+        "samples of a run": runs / "a" / "extra.jsonl",
+        "spec of a run": runs / "a" / "spec.yaml",
+        "storage key": key,
+        "webhook": named["PACELINE_WEBHOOK_SECRET_FILE"],
+        "bundle": cache / "bundles" / "x" / "data.jsonl",
+        "spool": cache / "spool" / "x.bin",
+        "usual cache": tmp_path / "home" / ".cache" / "paceline" / "answers" / "a.sqlite",
+        "ssh": tmp_path / "home" / ".ssh" / "id",
+    }
+    for path in found.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text("not for a run\n")
+    copied = tmp_path / "copied.jsonl"
+    copied.write_bytes((ca / "ca.key").read_bytes())
+    return found | {
+        "named token": tmp_path / "ann.txt",
+        "authority's key": ca / "ca.key",
+        "authority": ca / "ca.crt",
+        "certificate": certificate / "tls.crt",
+        "key": certificate / "tls.key",
+        "copied key": copied,
+        "environment": Path("/proc/self/environ"),
+        "kernel": Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+    }
+
+
+def test_a_secret_is_withheld_by_its_name_a_link_and_a_folder_that_is_a_link(
+    secrets: dict[str, Path], tmp_path: Path
+) -> None:
+    for number, (kind, path) in enumerate(secrets.items()):
+        if not path.exists():  # of another kernel
+            continue
+        folder = tmp_path / f"named-{number}"
+        folder.mkdir()
+        (folder / "train.jsonl").symlink_to(path)
+        (folder / "linked").symlink_to(path.parent)
+        for name in (path, folder / "train.jsonl", folder / "linked" / path.name):
+            with pytest.raises(PermissionError, match=r"no run may name|private key|belongs to the kernel") as caught:
+                read_named(name)
+            assert "not for a run" not in str(caught.value), kind
+        for name in (path, folder / "train.jsonl", folder):
+            with pytest.raises(PermissionError):
+                check_named(name)
+
+
+def fill(folder: Path) -> None:
+    (folder / "f").write_text("{}")
+
+
+def test_what_runs_need_is_read(secrets: dict[str, Path], tmp_path: Path) -> None:
+    """Data in a folder that is a link, a model of the hub's cache, an export of another run, data beside the ledger, and
+    a cached bundle while it is held."""
+    kept, home, runs = tmp_path / "disk" / "rows.jsonl", tmp_path / "home", tmp_path / "runs"
+    blob = home / ".cache" / "huggingface" / "hub" / "models--a--b" / "blobs" / "abc"
+    export = runs / "a" / "export" / "config.json"
+    for path in (kept, blob, export, runs / "data" / "train.jsonl", runs / "train.jsonl"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    (tmp_path / "data").symlink_to(kept.parent)
+    (runs / "a" / "ledger.sqlite").symlink_to(secrets["ledger"])
+    snapshot = blob.parents[1] / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(Path("..", "..", "blobs", "abc"))
+    for path in (tmp_path / "data" / "rows.jsonl", snapshot / "config.json", export, runs / "data" / "train.jsonl"):
+        assert read_named(path) == b"{}"
+        check_named(path.parent)
+    assert read_named(runs / "train.jsonl") == b"{}"
+    cache = BoundedCache(tmp_path / "cache" / "bundles", 1 << 20, CacheKind("bundle", 1, 1.0))
+    with cache.open("e", 1, lambda _: False, fill) as held:
+        assert read_named(held.root / "f") == b"{}"
+    with pytest.raises(PermissionError):
+        read_named(held.root / "f")
+
+
+def test_a_folder_with_anything_but_files_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a file"):
+        check_named(tmp_path)
+
+
+def test_a_coordinators_names_are_those_that_it_uses() -> None:
+    used = (
+        names.LEDGER_NAME,
+        names.BLOBS_NAME,
+        names.AUDIT_NAME,
+        TOKEN_NAME,
+        FILE_NAME,
+        REVOKED_NAME,
+        LOCK_NAME,
+        LOGS,
+        FOLDER,
+    )
+    assert [name for name in used if not OF_COORDINATOR.fullmatch(name)] == []

@@ -49,6 +49,7 @@ env:
   - {name: PACELINE_TOKEN_FILE, value: /token/token}
   - {name: HOME, value: /tmp}
   - {name: XDG_CACHE_HOME, value: /tmp}
+  - {name: PACELINE_OWN_FOLDERS, value: /tmp} # a volume of this pod, which no other user has
 {{- with $root.Values.store.credentialsSecret }}
 envFrom:
   - secretRef: {name: {{ . }}}

@@ -182,6 +182,7 @@ spec:
     {{- end }}
     - {name: HOME, value: /tmp}
     - {name: XDG_CACHE_HOME, value: /cache}
+    - {name: PACELINE_OWN_FOLDERS, value: "/tmp:/cache:/bundles"} # volumes of this pod, which no other user has
     {{- if has "code" $about.takes }}
     - {name: PACELINE_BUNDLE_CACHE, value: /bundles}
     {{- end }}
