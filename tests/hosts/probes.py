@@ -1,8 +1,9 @@
-"""Strangers on a host of their own, against a deployment that trains: `python probes.py PLAN [--stay]`.
+"""Strangers on a host of their own, against a deployment that trains: `python probes.py PLAN [--stay | --pose FOLDER PORT]`.
 
 PLAN is a JSON file with the addresses, certificates and tokens that the strangers have. Each probe prints a line of JSON: its name,
 whether it was refused, and what it was told. Probes whose name begins with `control` have every right, and show that the others fail
-for no other reason. With `--stay` a worker joins alone, and tells when its stream has ended.
+for no other reason. With `--stay` a worker joins alone, and tells when its stream has ended. With `--pose` it poses as a coordinator
+with the certificate in a folder, for two minutes, and tells of every call that reaches it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ from paceline.weights.hosts.transport import Channel, TlsTransport, Transport
 from paceline.wire import PROTOCOL
 
 WAIT_S = 15.0
+POSE_S = 120.0
 GREETING, HELLO, WELCOME = 64, 202, 170
 """Bytes of the parts of a CURVE handshake with their heads: both greet, then one says HELLO and the other WELCOME."""
 SILENCE_S = 3.0
@@ -73,6 +76,8 @@ class Plan:
     """Id of a member that works."""
     folders: dict[str, str]
     tokens: dict[str, str]
+    links: list[str]
+    """Files of the coordinator's host that lead to its secrets."""
 
     def folder(self, name: str) -> TlsFolder:
         """Return a folder of certificates."""
@@ -175,6 +180,35 @@ def submit(plan: Plan, token: str) -> None:
                 request, metadata=metadata(plan.tokens[token]), timeout=WAIT_S
             )
         )
+
+
+def submit_link(plan: Plan, path: str) -> None:
+    """Submit a run whose data are a link to a secret of the coordinator's host."""
+    tree = {"policy": {"model_name": "none"}, "data": {"train": path}, "rewards": [{"function": "think_answer_format"}]}
+    with open_plain_or_tls(plan.people, folder=plan.folder("person")) as channel:
+        request = run_pb2.SubmitRequest(spec_yaml=json.dumps(tree))
+        call(
+            lambda: run_pb2_grpc.RunServiceStub(channel).Submit(
+                request, metadata=metadata(plan.tokens["submitter"]), timeout=WAIT_S
+            )
+        )
+
+
+def pose(folder: str, port: str) -> None:
+    """Serve as a coordinator would, with the certificate in a folder, for POSE_S seconds."""
+
+    class Service(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: Any) -> Any:
+            print(json.dumps({"heard": handler_call_details.method}), flush=True)
+            return grpc.stream_stream_rpc_method_handler(lambda requests, context: iter(()))
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((Service(),))
+    pair = (Path(folder, "tls.key").read_bytes(), Path(folder, "tls.crt").read_bytes())
+    server.add_secure_port(f"0.0.0.0:{port}", grpc.ssl_server_credentials([pair]))
+    server.start()
+    print(json.dumps({"posing": folder}), flush=True)
+    server.wait_for_termination(POSE_S)
 
 
 def cancel_run(plan: Plan, token: str, run_id: str) -> None:
@@ -361,6 +395,8 @@ def probes(plan: Plan, run_id: str) -> Iterator[tuple[str, Callable[[], None]]]:
     for token in ("wrong", "none", "revoked", "expired", "viewer", "worker", "scraper"):
         yield f"submits with token: {token}", lambda token=token: submit(plan, token)
     yield "another submitter cancels the run", lambda: cancel_run(plan, "submitter", run_id)
+    for path in plan.links:
+        yield f"names a secret: {path}", lambda path=path: submit_link(plan, path)
     yield "a worker with the id of another", lambda: join(plan, "insider", "worker", plan.victim)
     yield "control: a member asks the exchange", lambda: ask_as(plan)
     yield "a member speaks for another", lambda: ask_as(plan, speaks_for=plan.victim)
@@ -409,6 +445,9 @@ def stay(plan: Plan) -> None:
 
 def main(path: str, *options: str) -> None:
     """Run all probes and print a line for each."""
+    if options[:1] == ("--pose",):
+        pose(*options[1:])
+        return
     document = json.loads(Path(path).read_text())
     run_id = document.pop("run_id")
     if "--stay" in options:

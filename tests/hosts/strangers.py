@@ -6,6 +6,8 @@ A coordinator, a learner of two ranks, two rollout workers and a reward worker e
 of docs/operate/security_setup.md, beside an S3 server and a client, who submits examples/arithmetic. While the run trains, a host without rights
 tries what `probes.py` lists. Every attempt has to be refused and to leave a line in a log; calls to the coordinator have to be in the
 audit log too; those with every right have to be let in.
+Servers of the strangers pose as the coordinator, links lead to its secrets, and another user of a worker's host makes a cache: no
+token reaches them, and none of it is used. At the end no log and no file of the coordinator has a secret but those that may.
 The token of a worker that has joined is revoked too, and it has to be out within five seconds. The last line is the verdict; exit
 status 0 only if all were refused, the run ended well with balanced books in one session, and no group was given out twice.
 """
@@ -29,6 +31,20 @@ DIRECTORY = "runs"
 """Directory of the coordinator, below its working directory."""
 PROBES = ("python", f"{ROOT}/tests/hosts/probes.py", "/tmp/plan.json")
 OUT_WITHIN_S = 5.0
+POSE_PORTS = {"eve": 7078, "insider": 7079}
+"""Certificates with which the strangers pose as the coordinator, and their ports."""
+LINKS = {
+    "token.jsonl": "runs/token",
+    "tokens.csv": "runs/tokens.json",
+    "key.jsonl": "/tmp/tls/tls.key",
+    "ledger.parquet": "runs/ledger.sqlite",
+}
+"""Files named like data, on the coordinator's host, and the secrets to which they lead."""
+OPEN_CACHE = """
+from paceline.bundle.cache import KIND
+KIND.of_user("bundles").open("x", 1, lambda _: False, lambda _: None)
+"""
+MAKE_CACHE = "setpriv --reuid 65534 --regid 65534 --clear-groups sh -c 'umask 0; mkdir /tmp/theirs'"
 GRPC, AGENT, HTTP = "coordinator", "rollout-0", "refused an HTTP request"
 LOGGED = (
     ("no TLS, port", GRPC, "WRONG_VERSION_NUMBER"),
@@ -92,6 +108,7 @@ class Strangers:
         here = f"--host {self._host.address}"
         certificates = {
             "insider": deployment.issue("insider", f"--role worker {here}"),
+            "eve": deployment.issue("eve", f"--role viewer {here}"),
             "wrong-role": deployment.issue("elsewhere", f"--role coordinator {here}"),
             "expired": deployment.issue("late", f"--role worker --days 0.00001 {here}"),
             # It knows the authority, which is no secret, and has its certificate from another.
@@ -123,14 +140,37 @@ class Strangers:
             "victim": first["member_id"],
             "folders": self._folders,
             "tokens": self._tokens,
+            "links": self._links(),
             "run_id": run_id,
         }
         self._host.write("/tmp/plan.json", json.dumps(plan))
+
+    def _links(self) -> list[str]:
+        host = self._deployment.coordinator
+        for name, target in LINKS.items():
+            host.run("sh", "-c", f"ln -sf $(realpath {target}) /tmp/{name}")
+        return [f"/tmp/{name}" for name in LINKS]
+
+    def pose(self, name: str) -> tuple[str, str]:
+        """Pose as the coordinator with a certificate; return what a person's command says, and the calls that came."""
+        log = self._deployment.logs / "stranger.log"
+        port = POSE_PORTS[name]
+        self._host.start(*PROBES, "--pose", self._folders[name], str(port))
+        for _line in wait_for(log, f'"posing": "{self._folders[name]}"', DEADLINE_S):
+            pass
+        access = ["--coordinator", f"{self._host.address}:{port}", "--tls-dir", "person", "--token-file", "token"]
+        done = self._deployment.client.run("paceline", "runs", *access, check=False, timeout_s=DEADLINE_S)
+        heard = [line for line in log.read_text().splitlines() if '"heard"' in line]
+        return done.stdout + done.stderr, " ".join(heard)
 
     def try_all(self) -> list[dict[str, Any]]:
         """Run the probes and return what came of each."""
         done = self._host.run(*PROBES, timeout_s=DEADLINE_S)
         return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def secrets(self) -> list[str]:
+        """Return the tokens that the strangers have."""
+        return [token for name, token in self._tokens.items() if name not in ("none", "wrong")]
 
     def revoke_one(self) -> float:
         """Revoke the token of a worker that has joined; return the seconds until its stream has ended."""
@@ -187,6 +227,8 @@ class Campaign:
         until(lambda: self._submitter.run(run_id)["step"] >= 2, "step 2")
         strangers.plan(run_id)
         probes = strangers.try_all()
+        self._try_posing(strangers)
+        self._try_cache()
         out_s = strangers.revoke_one()
         click.echo(f"a worker whose token was revoked was out after {out_s:.1f} s")
         if out_s > OUT_WITHIN_S:
@@ -196,6 +238,44 @@ class Campaign:
         self._judge_probes(probes)
         self._judge_run(run_id, self._submitter.wait(run_id))
         self._judge_audit(probes)
+        self._judge_secrets(strangers, probes)
+
+    def _attempt(self, name: str, is_refused: bool, said: str) -> None:
+        click.echo(f"{'refused' if is_refused else 'let in':8} {name}: {said.strip()[-300:]}")
+        self.outcome.tried += 1
+        self.outcome.refused += is_refused
+
+    def _try_posing(self, strangers: Strangers) -> None:
+        """Let servers with certificates of other roles pose as the coordinator."""
+        for name in POSE_PORTS:
+            said, heard = strangers.pose(name)
+            self._attempt(
+                f"poses as the coordinator: {name}", "not a coordinator's" in said and not heard, said + heard
+            )
+
+    def _try_cache(self) -> None:
+        """Have a worker's host use a cache that another of its users made."""
+        host = self._deployment.hosts["reward"]
+        host.run("sh", "-c", MAKE_CACHE)
+        command = f"PACELINE_BUNDLE_CACHE=/tmp/theirs python -c '{OPEN_CACHE}'"
+        done = host.run("sh", "-c", command, check=False)
+        self._attempt("another user's cache", "user 65534 owns /tmp/theirs" in done.stderr, done.stderr)
+
+    def _judge_secrets(self, strangers: Strangers, probes: Sequence[dict[str, Any]]) -> None:
+        """Search every log, every refusal and the coordinator's directory for tokens and keys."""
+        host = self._deployment.coordinator
+        secrets = [*strangers.secrets(), host.run("cat", f"{DIRECTORY}/token").stdout.strip()]
+        key = host.run("cat", "/tmp/tls/tls.key").stdout.splitlines()[1:-1]
+        secrets += [line for line in key if len(line) > 40]
+        said = {path.name: path.read_text(errors="replace") for path in self._deployment.logs.glob("*.log")}
+        said["refusals"] = "".join(probe["said"] for probe in probes)
+        for name, text in said.items():
+            if any(secret[:40] in text for secret in secrets):
+                self._problem(f"{name} has a secret")
+        host.write("/tmp/secrets", "\n".join(secrets) + "\n")
+        found = host.run("grep", "-rlaF", "-f", "/tmp/secrets", DIRECTORY, check=False).stdout.split()
+        for path in set(found) - {f"{DIRECTORY}/token"}:
+            self._problem(f"{path} has a secret")
 
     def _judge_probes(self, probes: Sequence[dict[str, Any]]) -> None:
         logs = {path.stem: path.read_text() for path in self._deployment.logs.glob("*.log")}
