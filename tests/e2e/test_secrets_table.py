@@ -159,6 +159,17 @@ def walk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return walk
 
 
+def test_the_walk_finds_a_secret_in_each_form() -> None:
+    secret = os.urandom(16)
+    for form in forms(secret):
+        walk = Walk()
+        walk.add("a secret", [secret], "token")
+        walk.note("/runs/token", form)
+        assert walk.found() == []
+        walk.note("/runs/logs/reward-0.log", b"before" + form + b"after")
+        assert walk.found() == ["a secret in /runs/logs/reward-0.log"]
+
+
 def calls_of(walk: Walk, client: Client, run_id: str) -> None:
     """Make every call of the client and of its records and models that only reads, and those that the coordinator
     refuses."""
