@@ -35,13 +35,15 @@ if TYPE_CHECKING:
     from paceline.spec import CheckpointingSection
 
 CHUNK_BYTES = 8 << 20
-INDIRECT = frozenset({"reference", "dir", "git", "zip", "tar", "libarchive", "generic"})
-"""Schemes of fsspec that read other files, which the URL names or which a file lists."""
 
 
 def is_url(name: str) -> bool:
     """Return whether a name is an fsspec URL, not a path or a name on the hub."""
     return "://" in name
+
+
+INDIRECT = frozenset({"reference", "dir", "git", "zip", "tar", "libarchive", "generic"})
+"""Schemes of fsspec that read other files, which the URL names or which a file lists."""
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
