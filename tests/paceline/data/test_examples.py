@@ -85,7 +85,7 @@ PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
         ({"context": [USER], "completions": [{"rank": 0, "completion": [FOUR]}]}, ("at least two",)),
         (
             {"prompt": "a", "completions": [{"rank": 0, "completion": c} for c in ("b", "c")]},
-            ("best rank 0", "exactly one"),
+            ("best rank 0", "only one of them"),
         ),
         ({"prompt": "a", "chosen": "b"}, ("'rejected'", "data.*_key")),
     ],
