@@ -23,8 +23,10 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from paceline.calls.token import metadata, read_token, token_path
+from paceline.calls.proof import AioProver
+from paceline.calls.token import known_token
 from paceline.groups import Completion, Group, VersionSpan
+from paceline.services.common.worker.membership import CONNECT
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import tls_folder
 from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -113,8 +115,9 @@ class Members:
             self.keys[name] = zmq.curve_keypair()
             hello.exchange_key = z85.decode(self.keys[name][0])
         outbox.put_nowait(worker_pb2.ConnectRequest(hello=hello))
+        signed = await AioProver(channel, self._address, known_token(self._address)).sign(CONNECT)
         async for directive in worker_pb2_grpc.WorkerServiceStub(channel).Connect(
-            _reports(outbox), metadata=metadata(read_token(token_path()))
+            _reports(outbox), metadata=signed.metadata
         ):
             match directive.WhichOneof("directive"):
                 case "welcome":

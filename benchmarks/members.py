@@ -41,9 +41,10 @@ import zmq
 import zmq.asyncio
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.calls.token import metadata, read_token, token_path
+from paceline.calls.proof import AioProver
+from paceline.calls.token import known_token
 from paceline.client import Client
-from paceline.services.common.worker.membership import FIRST_BACKOFF_S, MAX_BACKOFF_S
+from paceline.services.common.worker.membership import CONNECT, FIRST_BACKOFF_S, MAX_BACKOFF_S
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
@@ -76,6 +77,7 @@ class Thin:
         self._reports: asyncio.Queue[worker_pb2.ConnectRequest | None] = asyncio.Queue()
         # Channels with the same options would share a connection.
         self._channel = grpc.aio.insecure_channel(address, options=[("paceline.member", member_id)])
+        self._address = address
         self._run = worker_pb2.RunAssignment()
         self._welcome = worker_pb2.Welcome()
         self._socket: zmq.asyncio.Socket | None = None
@@ -161,7 +163,8 @@ class Thin:
         stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._reports = asyncio.Queue()  # what reads the one of the stream before may still wait for a report
         speaking = self._speak(self._reports)
-        async for directive in stub.Connect(speaking, metadata=metadata(read_token(token_path()))):
+        signed = await AioProver(self._channel, self._address, known_token(self._address)).sign(CONNECT)
+        async for directive in stub.Connect(speaking, metadata=signed.metadata):
             self.directives += 1
             match directive.WhichOneof("directive"):
                 case "welcome":

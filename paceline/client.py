@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.calls.connection import FIRST_BACKOFF_S, LASTING, MAX_BACKOFF_S, Connection, status_name
-from paceline.errors import InvalidInput, NotFound, Unavailable
+from paceline.errors import AccessDenied, InvalidInput, NotFound, Unavailable
 from paceline.models.registered import Models
 from paceline.records import Columns, Records
 from paceline.tls.channels import TO_WORKER
@@ -384,8 +384,9 @@ class Client(Connection):
         timeout_s: float = 300.0,
     ) -> list[GeneratedCompletion]:
         """Return `n` completions of a prompt with the newest weights. By default, the sampling settings are those of
-        the worker's run. `worker` is the host:port of a rollout worker; by default the one with the newest weights.
-        Raises Unavailable if there is none, Conflict if it holds no weights yet, InvalidInput."""
+        the worker's run. `worker` is the address of a rollout worker in `members()`; by default the one with the newest
+        weights. Raises Unavailable if there is none, NotFound for an address of no member, AccessDenied if another
+        program answers there, Conflict if it holds no weights yet, InvalidInput."""
         if n < 1 or (temperature is not None and temperature <= 0):
             raise InvalidInput(f"n is {n} and temperature {temperature}; both must be above 0")
         from paceline.v1 import rollout_pb2, rollout_pb2_grpc
@@ -396,7 +397,8 @@ class Client(Connection):
         if max_new_tokens is not None:
             request.params.max_new_tokens = max_new_tokens
         stub = rollout_pb2_grpc.RolloutServiceStub
-        reply = self._ask_worker("rollout", worker, lambda channel: stub(channel).Generate(request, timeout=timeout_s))
+        method = "paceline.v1.RolloutService/Generate"
+        reply = self._ask_worker(method, worker, lambda channel: stub(channel).Generate(request, timeout=timeout_s))
         return list(reply.completions)
 
     def score(
@@ -411,7 +413,7 @@ class Client(Connection):
     ) -> dict[str, list[float | None]]:
         """Return scores by function, one for each completion, None if the function does not apply. `functions` are
         built-ins or functions of the current run (default: all of its functions); `columns` are lists as long as
-        `completions`; `worker` is the host:port of a reward worker. Raises Unavailable if there is none."""
+        `completions`; `worker` is the address of a reward worker in `members()`. Raises as `generate` does."""
         from paceline.v1 import reward_pb2, reward_pb2_grpc
 
         request = reward_pb2.ScoreRequest(
@@ -421,29 +423,49 @@ class Client(Connection):
             columns_json=json.dumps(columns or {}),
         )
         stub = reward_pb2_grpc.RewardServiceStub
-        reply = self._ask_worker("reward", worker, lambda channel: stub(channel).Score(request, timeout=timeout_s))
+        method = "paceline.v1.RewardService/Score"
+        reply = self._ask_worker(method, worker, lambda channel: stub(channel).Score(request, timeout=timeout_s))
         return {
             scored.function: [score.value if score.HasField("value") else None for score in scored.scores]
             for scored in reply.scores
         }
 
-    def _ask_worker(self, kind: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
-        """Return the result of `call` on a channel to the worker at `address` (default: `_address_of` the kind)."""
-        address = address or self._address_of(kind)
-        with self._channel_to(address, TO_WORKER) as channel:
-            return self._call(lambda: call(channel), f"{kind} worker at {address}")
+    def _ask_worker(self, method: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
+        """Call a method of the worker at an address (default: the one of its role that has the newest weights), with a
+        ticket of the coordinator: a worker may give any address, so no token goes there."""
+        from paceline.calls.proof import Credential
+        from paceline.v1.access_pb2 import IssueTicketRequest
+        from paceline.v1.access_pb2_grpc import AccessServiceStub
 
-    def _address_of(self, kind: str) -> str:
-        """Return the address of the current worker of the role that has the newest weights."""
+        kind = method.removeprefix("paceline.v1.").partition("Service")[0].lower()
+        workers = self._workers_at(kind, address)
+        for member in workers:
+            request = IssueTicketRequest(member_id=member.member_id, method=method)
+            issued = self._unary(AccessServiceStub(self._channel), "IssueTicket", request)
+            known = partial(Credential.of_ticket, issued.ticket)
+            with self._channel_to(member.address, TO_WORKER, known) as channel:
+                try:
+                    return self._call(partial(call, channel), f"{kind} worker at {member.address}")
+                except AccessDenied:  # perhaps another worker gives this address, and does not listen there
+                    if member is workers[-1]:
+                        raise
+        raise AssertionError("the last worker's answer is returned, or its error raised")
+
+    def _workers_at(self, kind: str, address: str | None) -> list[Member]:
+        """Return the worker of a role that has the newest weights, or all that give `address`."""
         from paceline.v1.common_pb2 import Role
 
         role = Role.Value(f"ROLE_{kind.upper()}")
-        workers = [m for m in self.members() if m.role == role and m.address]
+        workers = [m for m in self.members() if m.role == role and m.address and address in (None, m.address)]
+        if not workers and address:
+            raise NotFound(
+                f"no {kind} worker at {address} belongs to {self.address}; `paceline status` shows the addresses"
+            )
         if not workers:
             raise Unavailable(f"no {kind} worker with an address belongs to {self.address}; start one with "
                               f"`paceline serve {kind} --coordinator {self.address} --port 0`")  # fmt: skip
         newest = max(workers, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))
-        return str(newest.address)
+        return workers if address else [newest]
 
     def _stub(self) -> Any:
         from paceline.v1.worker_pb2_grpc import WorkerServiceStub

@@ -43,9 +43,11 @@ for _VARIABLE in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # One token for every coordinator that a test starts as a process, for its workers and for the clients here.
+_TOKEN: Path | None = None
 if "PACELINE_TOKEN_FILE" not in os.environ:
     _FOLDER = tempfile.mkdtemp(prefix="paceline-token-")
-    os.environ["PACELINE_TOKEN_FILE"] = str(Path(_FOLDER, "token"))
+    _TOKEN = Path(_FOLDER, "token")
+    os.environ["PACELINE_TOKEN_FILE"] = str(_TOKEN)
     atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 # Bundles of the tests' runs are unpacked in a folder that goes with the tests.
@@ -80,7 +82,10 @@ def _environment_put_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def environment_of_the_next_file() -> Iterator[None]:
-    """As `environment_of_the_next_test`, for what a fixture of a whole file calls."""
+    """As `environment_of_the_next_test`, for what a fixture of a whole file calls. A token of the file before is removed,
+    because clients with a token refuse the servers of tests that know none."""
+    if _TOKEN is not None:
+        _TOKEN.unlink(missing_ok=True)
     with _environment_put_back():
         yield
 

@@ -1,12 +1,14 @@
 """Answers the dashboard's calls from a coordinator or a ledger (`paceline.services.local.ledger_calls`).
 
 The HTTP paths and their OpenAPI document come from the services' descriptors and the protos' comments.
-`POST /paceline.v1.RunService/List` is Connect's unary protocol, so its clients work. Calls that take a stream have no path.
+`POST /paceline.v1.RunService/List` is Connect's unary protocol, so its clients work. Calls that take a stream, proofs
+and tickets have no path.
 """
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
 
-from paceline.calls.token import metadata, read_token
+from paceline.calls.proof import AioProver
+from paceline.calls.token import known_token
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.tls.channels import RenewedChannel, open_aio_channel
 from paceline.v1 import access_pb2, bundle_pb2, records_pb2, registry_pb2, run_pb2, status_pb2, worker_pb2
@@ -33,6 +36,10 @@ PROTOS = Path(v1.__path__[0])
 _OPENING = re.compile(r"\s*(?:message|service|enum)\s+(\w+)\s*\{")
 _MEMBER = re.compile(r"\s*(?:rpc\s+(\w+)|(?:optional\s+|repeated\s+)?(?:[\w.<>, ]+?\s+)?(\w+)\s*=\s*\d+)")
 CALL_S, LONG_CALL_S = 60.0, 3600.0
+MAX_TOKENS = 256
+"""At most this many callers have sessions with the coordinator at a time; others begin new ones."""
+OF_CALLERS = ("paceline.v1.AccessService/Prove", "paceline.v1.AccessService/IssueTicket")
+"""Calls that concern the caller's own token; here they would give what the dashboard's token may do."""
 LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Submit")
 
 
@@ -42,23 +49,36 @@ class CoordinatorBackend:
 
     def __init__(self, address: str, token_file: Path):
         self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
-        self._token_file = token_file
+        self._address, self._token_file = address, token_file
+        self._provers: OrderedDict[str, AioProver] = OrderedDict()
+        """Provers of the callers' tokens; that of the dashboard's token has the key ""."""
 
     async def call(self, method: Method, request: Any, token: str = "") -> Any:
         call = self._channel.unary_unary(f"/{method.path}", _to_bytes, method.response.FromString)
         limit_s = LONG_CALL_S if method.path in LONG_CALLS else CALL_S
-        return await call(request, timeout=limit_s, metadata=self._metadata(token))
+        made = lambda sent: call(request, timeout=limit_s, metadata=sent)  # noqa: E731
+        return await self._prover(token).call(method.path, made)
 
     async def stream(self, method: Method, request: Any, token: str = "") -> AsyncIterator[Any]:
         call = self._channel.unary_stream(f"/{method.path}", _to_bytes, method.response.FromString)
-        async for response in call(request, metadata=self._metadata(token)):
+        prover = self._prover(token)
+        signed = await prover.sign(method.path)
+        responses = call(request, metadata=signed.metadata)
+        await prover.check_stream(responses, signed)
+        async for response in responses:
             yield response
 
     async def close(self) -> None:
         await self._channel.close(None)
 
-    def _metadata(self, token: str) -> Any:
-        return metadata(token or read_token(self._token_file))
+    def _prover(self, token: str) -> AioProver:
+        if token not in self._provers:
+            known = known_token(self._address, self._token_file, token=token)
+            self._provers[token] = AioProver(self._channel, self._address, known)
+        self._provers.move_to_end(token)
+        while len(self._provers) > MAX_TOKENS:
+            self._provers.popitem(last=False)
+        return self._provers[token]
 
 
 Backend: TypeAlias = "CoordinatorBackend | LedgerCalls"
@@ -90,6 +110,8 @@ def methods() -> Mapping[str, Method]:
                 if method.client_streaming:
                     continue
                 path = f"{service.full_name}/{method.name}"
+                if path in OF_CALLERS:
+                    continue
                 level = method.GetOptions().idempotency_level
                 found[path] = Method(
                     path,

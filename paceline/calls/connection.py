@@ -30,6 +30,8 @@ from paceline.tls.folder import TlsFolder, tls_folder
 if TYPE_CHECKING:
     import grpc
 
+    from paceline.calls.proof import Credential
+
 FORM = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
@@ -133,8 +135,10 @@ class Connection:
         self._closed.set()
         self._channel.close()
 
-    def _channel_to(self, address: str, options: tuple[tuple[str, str], ...] = ()) -> grpc.Channel:
-        return open_channel(address, self._token_file, (*OPTIONS, *options), self._tls)
+    def _channel_to(
+        self, address: str, options: tuple[tuple[str, str], ...] = (), known: Callable[[], Credential] | None = None
+    ) -> grpc.Channel:
+        return open_channel(address, self._token_file, (*OPTIONS, *options), self._tls, known=known)
 
     def _call(self, call: Callable[[], T], other: str | None = None, wait_s: float | None = None) -> T:
         """Return the call's result. A call is retried for `wait_s` seconds (default: the client's) while the

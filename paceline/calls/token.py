@@ -1,7 +1,8 @@
 """The token of one coordinator's services and clients: 32 random bytes in a file of mode 0600. Only users who can read
 the file may submit runs, and a run executes the submitter's code. The coordinator makes the file in its directory;
-all others read it at the path given by `--token-file` or PACELINE_TOKEN_FILE, else at `runs/token`. The token
-travels as gRPC metadata (`authorization: Bearer …`), never on a command line."""
+all others read it at the path given by `--token-file` or PACELINE_TOKEN_FILE, else at `runs/token`. Calls prove the
+token (`paceline/calls/proof.py`); it travels only to a server that TLS has verified, as gRPC metadata
+(`authorization: Bearer …`), and is never on a command line."""
 
 from __future__ import annotations
 
@@ -10,22 +11,26 @@ import hmac
 import os
 import secrets
 from collections.abc import Callable
-from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import InvalidInput
 from paceline.host.process import keep_no_core
 from paceline.tls.channels import RenewedChannel, open_plain_or_tls
-from paceline.tls.folder import TlsFolder
+from paceline.tls.folder import TlsFolder, tls_folder
 
 if TYPE_CHECKING:
     import grpc
+
+    from paceline.calls.proof import Credential
 
 VARIABLE = "PACELINE_TOKEN_FILE"
 TOKEN_NAME = "token"
 DEFAULT_PATH = Path("runs") / TOKEN_NAME
 """Default path of the token's file; a coordinator without options makes the file there."""
+PORT_VARIABLE = "PACELINE_COORDINATOR_PORT"
+"""Environment variable with the port on which the coordinator itself listens, for a caller behind a tunnel or a proxy
+that has another port."""
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 
@@ -71,36 +76,43 @@ def is_same(token: str, other: str) -> bool:
     return bool(token) and hmac.compare_digest(token.encode(), other.encode())
 
 
+def known_token(
+    address: str,
+    path: Path | None = None,
+    folder: TlsFolder | None = None,
+    token: str = "",
+) -> Callable[[], Credential | Metadata]:
+    """Return a function that returns the credential of the next call to the coordinator at `address`: that of the token
+    at `path`, read again each time, or of `token`. If TLS verifies the server, it returns the token as metadata."""
+    from paceline.calls.proof import Credential
+
+    named = os.environ.get(PORT_VARIABLE)
+    port = named or address.rpartition(":")[2]
+    if not port.isdecimal():
+        raise InvalidInput(
+            f"{PORT_VARIABLE if named else 'the address'} {named or address!r} has no port, such as 7070"
+        )
+    is_verified = (folder or tls_folder()) is not None
+
+    def known() -> Credential | Metadata:
+        found = token or read_token(path or token_path())
+        return Credential.of_token(found, int(port)) if found and not is_verified else metadata(found)
+
+    return known
+
+
 def open_channel(
-    address: str, path: Path | None = None, options: Any = (), folder: TlsFolder | None = None
+    address: str,
+    path: Path | None = None,
+    options: Any = (),
+    folder: TlsFolder | None = None,
+    *,
+    known: Callable[[], Credential | Metadata] | None = None,
 ) -> grpc.Channel:
-    """Return a channel to a service; it adds the token at `path`, read again for each call. It is encrypted if `folder`
-    or the environment names certificates."""
+    """Return a channel to a service whose calls prove the token at `path`, or what `known` returns. It is encrypted if
+    `folder` or the environment names certificates; then the token is sent as it is."""
+    from paceline.calls.proof import ProvenChannel
+
     renewed = RenewedChannel(lambda: open_plain_or_tls(address, options, folder), folder)
-    return cast("grpc.Channel", TokenChannel(cast("grpc.Channel", renewed), path or token_path()))
-
-
-class TokenChannel:
-    """The part of a channel that stubs use; adds the token to every call."""
-
-    def __init__(self, channel: grpc.Channel, path: Path):
-        self._channel = channel
-        self._path = path
-
-    def __enter__(self) -> TokenChannel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _with_token(self, kind: str, *method: Any, **how: Any) -> Callable[..., Any]:
-        call = getattr(self._channel, kind)(*method, **how)
-        return lambda request, **options: call(request, metadata=metadata(read_token(self._path)), **options)
-
-    unary_unary = partialmethod(_with_token, "unary_unary")
-    unary_stream = partialmethod(_with_token, "unary_stream")
-    stream_unary = partialmethod(_with_token, "stream_unary")
-    stream_stream = partialmethod(_with_token, "stream_stream")
+    known = known or known_token(address, path, folder)
+    return cast("grpc.Channel", ProvenChannel(cast("grpc.Channel", renewed), address, known))

@@ -93,12 +93,16 @@ class RenewedChannel:
         newest = self._channels[-1]
         call = getattr(newest, kind)(*method, **how)
 
-        def begin(*given: Any, **options: Any) -> Any:
+        def renewed() -> Any:
             nonlocal newest, call
             if (current := self._current()) is not newest:
                 newest, call = current, getattr(current, kind)(*method, **how)
-            return call(*given, **options)
+            return call
 
+        def begin(*given: Any, **options: Any) -> Any:
+            return renewed()(*given, **options)
+
+        begin.with_call = lambda *given, **options: renewed().with_call(*given, **options)  # type: ignore[attr-defined]
         return begin
 
     unary_unary = partialmethod(_method, "unary_unary")

@@ -25,6 +25,16 @@ OVERHEAD_S = 30.0
 """Seconds that the service may take beyond the program's limit."""
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects, which could lead the token to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 class RemoteSandbox:
     """Runs programs at the service; other limits than time and output are the service's."""
 
@@ -57,7 +67,7 @@ class RemoteSandbox:
         posted = urllib.request.Request(self._url, body, headers)
         most_bytes = 12 * limits.output_bytes + 65536  # two outputs, whose bytes take up to six bytes each in JSON
         try:
-            with urllib.request.urlopen(posted, timeout=limits.time_s + OVERHEAD_S) as answer:
+            with _OPENER.open(posted, timeout=limits.time_s + OVERHEAD_S) as answer:
                 text = _read(answer, most_bytes + 1, time.monotonic() + limits.time_s + OVERHEAD_S)
         except urllib.error.HTTPError as error:
             with error:  # because it holds the connection

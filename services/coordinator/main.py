@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from paceline.calls.proof import COORDINATOR
 from paceline.calls.token import TOKEN_NAME, make_token, token_path
 from paceline.errors import InvalidInput, PacelineError
 from paceline.files.names import BLOBS_NAME, LEDGER_NAME
@@ -152,7 +153,7 @@ class CoordinatorService:
         coordinator.exchange.note_intruder = audit.note_intruder
         endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
-        access = AccessServicer(callers, audit.note_call)
+        access = AccessServicer(callers, audit.note_call, coordinator.members)
         self._add_servicers(server, coordinator, records, access, self.exchange_endpoint or endpoint)
         await coordinator.recover()
         await server.start()
@@ -183,7 +184,8 @@ class CoordinatorService:
         if token_file.stat().st_mode & 0o077:
             log.warning("other users of this host can read the token in %s; chmod 600 it", token_file)
         table = self.directory / TOKENS_NAME
-        return TokenCallers(lambda: token, token_file, table, note=audit.note_change)
+        server = f"{COORDINATOR} {self.directory}"
+        return TokenCallers(lambda: token, token_file, table, note=audit.note_change, server=server)
 
     def _add_servicers(
         self,

@@ -10,15 +10,16 @@ from typing import Any
 
 import grpc
 
-from paceline.errors import AccessDenied, InvalidInput, Unavailable
+from paceline.errors import AccessDenied, InvalidInput, NotFound, Unavailable
 from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.rights import current_caller
-from paceline.services.common.access.token_guard import Call
+from paceline.services.common.access.rights import RPCS, current_caller
+from paceline.services.common.access.sessions import check_ticket_method, issue
+from paceline.services.common.access.token_guard import Call, check_roles
 from paceline.services.common.processes.starting import Capacity
 from paceline.services.common.serving.grpc_server import with_status, with_stream_status
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.members.introduction import check_certificate, check_hello, check_key
-from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.records.lists import page, run_message
 from paceline.services.coordinator.scaling.scaler import Sized
 from paceline.v1 import (
@@ -201,6 +202,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 heartbeat_timeout_s=self._coordinator.members.timeout_s,
                 secret=member.secret,
                 exchange_key=self._coordinator.server.public_key,
+                call_key=member.call_key,
             )
         )
 
@@ -223,18 +225,22 @@ IDENTIFY = "paceline.v1.AccessService/Identify"
 
 
 class AccessServicer(access_pb2_grpc.AccessServiceServicer):
-    """Identifies the callers of one coordinator by their tokens."""
+    """Identifies the callers of one coordinator by their tokens, and issues tickets for calls of workers."""
 
-    def __init__(self, callers: TokenCallers, note: Callable[[Call], None] = lambda call: None):
-        """`note` is called with each request about an unknown or invalid token."""
-        self._callers, self._note = callers, note
+    def __init__(
+        self, callers: TokenCallers, note: Callable[[Call], None] = lambda call: None, members: Members | None = None
+    ):
+        """`note` is called with each request about an unknown or invalid token. `members` may get tickets for their
+        calls of each other."""
+        self._callers, self._note, self._members = callers, note, members
 
     @with_status
     async def Identify(self, request: access_pb2.IdentifyRequest, context: Context) -> access_pb2.IdentifyResponse:
-        if len(request.token_sha256) != SHA256_BYTES:
+        if not request.token_id and len(request.token_sha256) != SHA256_BYTES:
             raise InvalidInput(f"token_sha256 has {len(request.token_sha256)} bytes, but must have {SHA256_BYTES}")
         try:
-            caller = self._callers.by_digest(request.token_sha256.hex())
+            digest = self._callers.digest(request.token_id) if request.token_id else request.token_sha256.hex()
+            caller = self._callers.by_digest(digest) if digest else None
         except AccessDenied as denied:
             self._note_refusal(request, context, str(denied))
             return access_pb2.IdentifyResponse(refusal=str(denied))
@@ -242,6 +248,22 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
             self._note_refusal(request, context, "the token is not a token of this coordinator")
             return access_pb2.IdentifyResponse()
         return access_pb2.IdentifyResponse(name=caller.name, roles=sorted(caller.roles))
+
+    async def Prove(self, request: access_pb2.ProveRequest, context: Context) -> access_pb2.ProveResponse:
+        raise AssertionError("the token guard answers this call, of workers too")
+
+    @with_status
+    async def IssueTicket(
+        self, request: access_pb2.IssueTicketRequest, context: Context
+    ) -> access_pb2.IssueTicketResponse:
+        check_ticket_method(request.method)
+        caller = current_caller()
+        if caller is not None:
+            check_roles(request.method, RPCS[request.method].roles, caller)
+        member = self._members.get(request.member_id) if self._members is not None else None
+        if member is None:
+            raise NotFound(f"no worker {request.member_id[:80]!r} belongs to this coordinator")
+        return access_pb2.IssueTicketResponse(ticket=issue(member.call_key, member.member_id, request.method, caller))
 
     def _note_refusal(self, request: access_pb2.IdentifyRequest, context: Context, why: str) -> None:
         asker = current_caller()

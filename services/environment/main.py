@@ -67,7 +67,7 @@ def main(
         worker = EnvironmentWorker(
             coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes, functions_from=functions_from
         )
-        server = GrpcServer(host, port, worker_guard(coordinator))
+        server = GrpcServer(host, port, worker_guard(coordinator, lambda: worker.membership.call_key))
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, NAME)
         metrics = member_metrics("environment", worker.membership, host, metrics_port)

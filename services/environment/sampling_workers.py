@@ -18,20 +18,22 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 
-from paceline.calls.token import metadata, read_token, token_path
+from paceline.calls.proof import AioProver, Credential, is_unknown, judged
+from paceline.calls.token import Metadata
 from paceline.environment.protocols import LeaseLost, SampledTurn, TurnRequest
 from paceline.errors import InvalidInput
 from paceline.groups import Version, VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.rights import GENERATE
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS, was_accepted
 from paceline.tls.channels import TO_WORKER, RenewedChannel, open_aio_channel
-from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
+from paceline.v1 import access_pb2, common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 
 class RequiredWeights(NamedTuple):
@@ -50,6 +52,8 @@ class SamplingWorker:
     member_id: str
     address: str
     version: Version
+    ticket: access_pb2.Ticket | None = field(default=None, compare=False, repr=False)
+    """Ticket for Generate; None from a coordinator without access control."""
 
     def serves(self, required: RequiredWeights) -> bool:
         """Return whether the worker may be tried, according to the list."""
@@ -76,7 +80,10 @@ class WorkerList:
         """Replace the list. Workers on both lists keep their conversations."""
         self._workers = {
             each.member_id: SamplingWorker(
-                each.member_id, each.address, Version(each.version.session, each.version.step)
+                each.member_id,
+                each.address,
+                Version(each.version.session, each.version.step),
+                each.ticket if each.HasField("ticket") else None,
             )
             for each in addresses
             if each.address
@@ -179,6 +186,9 @@ class SamplingWorkers:
         self.list = WorkerList()
         self._changed = asyncio.Event()
         self._channels: dict[str, Any] = {}
+        self._tickets: dict[str, access_pb2.Ticket | None] = {}
+        """The newest tickets, by the workers' addresses."""
+        self._provers: dict[str, AioProver] = {}
         self._num_calls: Counter[str] = Counter()
         self._closing: set[asyncio.Future[None]] = set()
         self._suspects = asyncio.Lock()
@@ -225,19 +235,31 @@ class SamplingWorkers:
 
     async def ask(self, worker: SamplingWorker, request: rollout_pb2.GenerateRequest) -> Answer:
         """Return a worker's answer. A fault of the worker raises no error."""
-        call: Any = self._stub(worker.address).Generate(request, metadata=metadata(read_token(token_path())))
         self._num_calls[worker.address] += 1
+        call: Any = None
         began = False
         try:
+            stub, prover = self._connection(worker)
+            signed = await prover.sign(GENERATE)
+            call = stub.Generate(request, metadata=signed.metadata)
             began = await was_accepted(call)
             answer = _read(await call)
+            if signed.answer and not signed.is_proven(await call.trailing_metadata()):
+                raise ValueError("its answer has no proof")
             if answer.finish_reason == "abort":  # the worker drains
                 self.list.put_off(worker.member_id, self._pauses.broken_s)
             return answer
         except grpc.aio.AioRpcError as error:
+            if is_unknown(error):  # the worker has a new key; the next attempt begins a new session
+                prover.drop()
+                self.list.put_off(worker.member_id, self._pauses.refused_s)
+                return Answer()
+            if call is not None:
+                error = judged(worker.address, signed, error)
             return self._failed(worker, error, began and error.code() is not grpc.StatusCode.FAILED_PRECONDITION)
         except asyncio.CancelledError:
-            call.cancel()
+            if call is not None:
+                call.cancel()
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             return Answer(broken=began)  # the channel was closed during the call
@@ -269,15 +291,24 @@ class SamplingWorkers:
     def _drop_unused(self, listed: set[str]) -> None:
         for address in [a for a in self._channels if a not in listed and not self._num_calls[a]]:
             del self._num_calls[address]
+            self._provers.pop(address, None)
             closing = asyncio.ensure_future(self._channels.pop(address).close(None))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    def _stub(self, address: str) -> Any:
+    def _connection(self, worker: SamplingWorker) -> tuple[Any, AioProver]:
+        address = worker.address
         if address not in self._channels:
             self._channels[address] = RenewedChannel(lambda: open_aio_channel(address, OPTIONS))
+            self._provers[address] = AioProver(self._channels[address], address, lambda: self._known(address))
+        self._tickets[address] = worker.ticket
         channel: Any = self._channels[address]  # has the methods of a channel that stubs use
-        return rollout_pb2_grpc.RolloutServiceStub(channel)
+        return rollout_pb2_grpc.RolloutServiceStub(channel), self._provers[address]
+
+    def _known(self, address: str) -> Credential | Metadata:
+        """Return what a call of the worker at an address proves: its ticket, never a token."""
+        ticket = self._tickets[address]
+        return Credential.of_ticket(ticket) if ticket is not None else ()
 
 
 class LeasedTokens:

@@ -462,7 +462,7 @@ def main(
 
 
 async def serve_learner(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
-    server = GrpcServer(host, port, worker_guard(rank.membership.coordinator))
+    server = GrpcServer(host, port, worker_guard(rank.membership.coordinator, lambda: rank.membership.call_key))
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
     await server.start()

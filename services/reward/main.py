@@ -78,7 +78,7 @@ def main(
         worker = RewardWorker(
             coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes, functions_from=functions_from, only=only
         )
-        server = GrpcServer(host, port, worker_guard(coordinator))
+        server = GrpcServer(host, port, worker_guard(coordinator, lambda: worker.membership.call_key))
         servicer = RewardServicer(worker)
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"

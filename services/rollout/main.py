@@ -69,7 +69,7 @@ def main(
         )
         worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
-        server = GrpcServer(host, port, worker_guard(coordinator))
+        server = GrpcServer(host, port, worker_guard(coordinator, lambda: worker.membership.call_key))
 
         add_to_server = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
         server.add(RolloutServicer(worker), add_to_server, "paceline.v1.RolloutService")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import signal
 from collections import Counter
@@ -21,6 +22,7 @@ from links.network import Network
 from links.proxy import Proxy
 from lying import LyingWorker
 
+from paceline.calls.token import PORT_VARIABLE
 from paceline.services.demo.task import answer, make_model, problem
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
@@ -107,7 +109,9 @@ def tormented(directory: Path, ranks: int, sizes: dict[str, int], apart: bool, s
             LyingWorker(directory, control.address),
         )
         stack.callback(setting.end)
-        cluster.start_coordinator()
+        port = cluster.start_coordinator().rpartition(":")[2]
+        stack.callback(os.environ.pop, PORT_VARIABLE, None)
+        os.environ[PORT_VARIABLE] = port  # workers reach it at the proxy's port
         cluster.address = control.address
         cluster.start_workers()
         yield setting

@@ -12,7 +12,7 @@ from types import TracebackType
 import grpc
 from faults import Fault
 
-from paceline.calls.token import open_channel
+from paceline.calls.token import metadata, open_channel, read_token, token_path
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.services.coordinator.ledger.ledger import Ledger
@@ -96,7 +96,7 @@ def phase_of(cluster: LocalCluster, fault: Fault) -> str:
 
 
 def _learner_phase(address: str) -> str:
-    with open_channel(address) as channel:
+    with open_channel(address, known=lambda: metadata(read_token(token_path()))) as channel:
         stub = learner_pb2_grpc.LearnerServiceStub(channel)
         try:
             status = stub.Status(learner_pb2.LearnerServiceStatusRequest(), timeout=1.0)

@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from paceline.calls.token import open_channel
+from paceline.calls.token import metadata, open_channel, read_token, token_path
 from paceline.client import Client
 from paceline.services.cli.main import main
 from paceline.services.coordinator.audit.verify import verify
@@ -38,7 +38,7 @@ AUTO: Any = AutoModelForCausalLM
 def export_now(client: Client, name: str) -> Path:
     """Orders the adapter alone from the learner while it trains."""
     address = next(m.address for m in client.members() if m.role == common_pb2.ROLE_LEARNER and m.address)
-    with open_channel(address) as channel:
+    with open_channel(address, known=lambda: metadata(read_token(token_path()))) as channel:
         request = learner_pb2.ExportRequest(name=name, adapter_only=True)
         return Path(learner_pb2_grpc.LearnerServiceStub(channel).Export(request, timeout=120).path)
 

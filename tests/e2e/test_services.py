@@ -14,7 +14,7 @@ import zmq
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from paceline.calls.token import open_channel
+from paceline.calls.token import metadata, open_channel, read_token, token_path
 from paceline.client import Client
 from paceline.errors import InvalidInput, PacelineError
 from paceline.services.local.cluster import LocalCluster
@@ -28,7 +28,7 @@ class Reflected:
     """Calls methods by name with JSON, knowing nothing but an address: what grpcurl does."""
 
     def __init__(self, address: str):
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, known=lambda: metadata(read_token(token_path())))
         self._pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(self._channel))
 
     def __enter__(self) -> Reflected:

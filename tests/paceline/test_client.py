@@ -20,7 +20,7 @@ from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.spec.reading import load_spec
 from paceline.v1.reward_pb2 import ScoreRequest, ScoreResponse
-from paceline.v1.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
+from paceline.v1.reward_pb2_grpc import RewardServiceServicer, RewardServiceStub, add_RewardServiceServicer_to_server
 from paceline.v1.run_pb2 import GetRequest, GetResponse, Run
 from paceline.v1.run_pb2_grpc import RunServiceServicer, add_RunServiceServicer_to_server
 
@@ -266,10 +266,10 @@ def full_server() -> Iterator[tuple[FullServer, str]]:
 
 
 def test_a_call_that_there_is_no_room_for_is_made_again_when_the_answer_says(
-    full_server: tuple[FullServer, str],
+    full_server: tuple[FullServer, str], tmp_path: Path
 ) -> None:
     server, address = full_server
-    with Client(address) as client:
+    with Client(address, token_file=tmp_path / "none") as client, grpc.insecure_channel(address) as channel:
         server.hints_s += [0.01, 0.02]
         assert client.get("sums-1").run_id == "sums-1"
         assert not server.hints_s
@@ -279,7 +279,7 @@ def test_a_call_that_there_is_no_room_for_is_made_again_when_the_answer_says(
         assert later.value.retry_after_s == 60.0, "longer than the client waits: it is raised at once"
         server.hints_s += [0.01]
         with pytest.raises(Busy):
-            client.score(["1+1="], ["2"], worker=address)
+            client._call(lambda: RewardServiceStub(channel).Score(ScoreRequest()), "reward worker")
 
 
 def test_wait_has_a_deadline(client: Client, spec_path: Path) -> None:

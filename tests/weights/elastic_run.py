@@ -20,7 +20,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paceline.calls.token import open_channel
+from paceline.calls.token import metadata, open_channel, read_token, token_path
 from paceline.client import Client
 from paceline.files.storage import Folder
 from paceline.groups import Version
@@ -352,7 +352,7 @@ class ElasticRun:
     def learner_status(self) -> Iterator[Callable[[], Any]]:
         """Return a function that asks the learner for its status, without the coordinator."""
         (address,) = {m.address for m in self.client.members() if m.role == Role.Value("ROLE_LEARNER") and m.address}
-        with open_channel(address) as channel:
+        with open_channel(address, known=lambda: metadata(read_token(token_path()))) as channel:
             stub = learner_pb2_grpc.LearnerServiceStub(channel)
             yield lambda: stub.Status(learner_pb2.LearnerServiceStatusRequest(), timeout=60.0)
 
@@ -360,7 +360,10 @@ class ElasticRun:
         """The learner's answer; None when there is none now."""
         for member in self.client.members():
             if member.role == Role.Value("ROLE_LEARNER") and member.address:
-                with open_channel(member.address) as channel, contextlib.suppress(grpc.RpcError):
+                with (
+                    open_channel(member.address, known=lambda: metadata(read_token(token_path()))) as channel,
+                    contextlib.suppress(grpc.RpcError),
+                ):
                     return getattr(learner_pb2_grpc.LearnerServiceStub(channel), method)(request, timeout=60.0)
         return None
 

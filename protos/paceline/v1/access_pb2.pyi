@@ -25,16 +25,20 @@ class IdentifyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_SHA256_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
     token_sha256: _builtins.bytes
-    """SHA-256 of its token."""
+    """SHA-256 of its token, by older versions."""
+    token_id: _builtins.bytes
+    """Id of its token (`Offer.token_id`), which proves nothing; used instead of `token_sha256` if set."""
     def __init__(
         self,
         *,
         token_sha256: _builtins.bytes = ...,
+        token_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_sha256", b"token_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_id", b"token_id", "token_sha256", b"token_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -71,3 +75,228 @@ class IdentifyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___IdentifyResponse: _TypeAlias = IdentifyResponse  # noqa: Y015
+
+@_typing.final
+class ProveRequest(_message.Message):
+    """Asks a server for a proof. A server reads no message of strangers, so the metadata `paceline-session-bin` has the `Offer`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProveRequest: _TypeAlias = ProveRequest  # noqa: Y015
+
+@_typing.final
+class Offer(_message.Message):
+    """The caller's part of a session. Its key is the SHA-256 of a token, or the key of a ticket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.bytes
+    """Id of the token: the first 16 bytes of HMAC-SHA256 of `token id` with the token's SHA-256."""
+    claims: _builtins.bytes
+    """Claims of a ticket (`Ticket.claims`) instead of a token."""
+    nonce: _builtins.bytes
+    """16 random bytes."""
+    port: _builtins.int
+    """With a token: port at which the caller reaches the server. A server that does not listen on it refuses the offer."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.bytes = ...,
+        claims: _builtins.bytes = ...,
+        nonce: _builtins.bytes = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "nonce", b"nonce", "port", b"port", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Offer: _TypeAlias = Offer  # noqa: Y015
+
+@_typing.final
+class ProveResponse(_message.Message):
+    """The server's part of a session. Later calls have the metadata `paceline-session-bin`: `nonce`, then the offer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """24 bytes that no other session has."""
+    proof: _builtins.bytes
+    """HMAC-SHA256 with the offer's key over `server`, the offer and the nonce."""
+    server: _builtins.str
+    """Role of the server, `coordinator` or `worker`; after a space its directory or member id."""
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
+        server: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "proof", b"proof", "server", b"server"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProveResponse: _TypeAlias = ProveResponse  # noqa: Y015
+
+@_typing.final
+class CallProof(_message.Message):
+    """Metadata `paceline-proof-bin` of a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the call in its session, from 1; each counts once."""
+    mac: _builtins.bytes
+    """HMAC-SHA256 with the session's key over the number and the method. The answer has another one as its metadata
+    `paceline-proof-bin`: trailing, or initial for a stream of answers.
+    """
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        mac: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mac", b"mac", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallProof: _TypeAlias = CallProof  # noqa: Y015
+
+@_typing.final
+class IssueTicketRequest(_message.Message):
+    """Asks for a ticket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    """The worker."""
+    method: _builtins.str
+    """Method as `package.Service/Method`, which the caller must be permitted to call."""
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        method: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "method", b"method"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IssueTicketRequest: _TypeAlias = IssueTicketRequest  # noqa: Y015
+
+@_typing.final
+class IssueTicketResponse(_message.Message):
+    """The ticket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ticket(self) -> Global___Ticket:
+        """The ticket."""
+
+    def __init__(
+        self,
+        *,
+        ticket: Global___Ticket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IssueTicketResponse: _TypeAlias = IssueTicketResponse  # noqa: Y015
+
+@_typing.final
+class Ticket(_message.Message):
+    """The right to call one method of one worker, until the worker's next Welcome."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    claims: _builtins.bytes
+    """`Claims` as bytes, which the caller presents."""
+    key: _builtins.bytes
+    """HMAC-SHA256 of the claims with `Welcome.call_key` of the worker. It is not presented: both sides prove that they know it."""
+    def __init__(
+        self,
+        *,
+        claims: _builtins.bytes = ...,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
+
+@_typing.final
+class Claims(_message.Message):
+    """What a ticket says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    """The worker."""
+    method: _builtins.str
+    """The method, `package.Service/Method`."""
+    caller: _builtins.str
+    """Name of the caller."""
+    token_id: _builtins.bytes
+    """Id of the caller's token, which the worker asks the coordinator about; empty for a caller without one."""
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Roles of the caller."""
+
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        method: _builtins.str = ...,
+        caller: _builtins.str = ...,
+        roles: _abc.Iterable[_builtins.str] | None = ...,
+        token_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "member_id", b"member_id", "method", b"method", "roles", b"roles", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Claims: _TypeAlias = Claims  # noqa: Y015

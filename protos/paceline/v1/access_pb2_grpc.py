@@ -41,6 +41,16 @@ class AccessServiceStub:
                 request_serializer=paceline_dot_v1_dot_access__pb2.IdentifyRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_access__pb2.IdentifyResponse.FromString,
                 _registered_method=True)
+        self.Prove = channel.unary_unary(
+                '/paceline.v1.AccessService/Prove',
+                request_serializer=paceline_dot_v1_dot_access__pb2.ProveRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_access__pb2.ProveResponse.FromString,
+                _registered_method=True)
+        self.IssueTicket = channel.unary_unary(
+                '/paceline.v1.AccessService/IssueTicket',
+                request_serializer=paceline_dot_v1_dot_access__pb2.IssueTicketRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_access__pb2.IssueTicketResponse.FromString,
+                _registered_method=True)
 
 
 class AccessServiceServicer:
@@ -55,6 +65,21 @@ class AccessServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prove(self, request, context):
+        """Proof that this server knows the key of the caller's token or ticket. Coordinator and workers answer it, to anybody. It begins
+        a session: the metadata of later calls prove the caller, and those of their answers the server; no token travels.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def IssueTicket(self, request, context):
+        """A ticket for calls of one method of one worker. NOT_FOUND for no member.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AccessServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +87,16 @@ def add_AccessServiceServicer_to_server(servicer, server):
                     servicer.Identify,
                     request_deserializer=paceline_dot_v1_dot_access__pb2.IdentifyRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_access__pb2.IdentifyResponse.SerializeToString,
+            ),
+            'Prove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prove,
+                    request_deserializer=paceline_dot_v1_dot_access__pb2.ProveRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_access__pb2.ProveResponse.SerializeToString,
+            ),
+            'IssueTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.IssueTicket,
+                    request_deserializer=paceline_dot_v1_dot_access__pb2.IssueTicketRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_access__pb2.IssueTicketResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +128,60 @@ class AccessService:
             '/paceline.v1.AccessService/Identify',
             paceline_dot_v1_dot_access__pb2.IdentifyRequest.SerializeToString,
             paceline_dot_v1_dot_access__pb2.IdentifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.AccessService/Prove',
+            paceline_dot_v1_dot_access__pb2.ProveRequest.SerializeToString,
+            paceline_dot_v1_dot_access__pb2.ProveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IssueTicket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.AccessService/IssueTicket',
+            paceline_dot_v1_dot_access__pb2.IssueTicketRequest.SerializeToString,
+            paceline_dot_v1_dot_access__pb2.IssueTicketResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,12 @@ class AccessServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AccessServiceAsyncStub: ...
     Identify: _grpc.UnaryUnaryMultiCallable[_access_pb2.IdentifyRequest, _access_pb2.IdentifyResponse]
     """Name and roles of a caller. It takes the digest of a token, never a token."""
+    Prove: _grpc.UnaryUnaryMultiCallable[_access_pb2.ProveRequest, _access_pb2.ProveResponse]
+    """Proof that this server knows the key of the caller's token or ticket. Coordinator and workers answer it, to anybody. It begins
+    a session: the metadata of later calls prove the caller, and those of their answers the server; no token travels.
+    """
+    IssueTicket: _grpc.UnaryUnaryMultiCallable[_access_pb2.IssueTicketRequest, _access_pb2.IssueTicketResponse]
+    """A ticket for calls of one method of one worker. NOT_FOUND for no member."""
 
 @_typing.type_check_only
 class AccessServiceAsyncStub(AccessServiceStub):
@@ -47,6 +53,12 @@ class AccessServiceAsyncStub(AccessServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Identify: _aio.UnaryUnaryMultiCallable[_access_pb2.IdentifyRequest, _access_pb2.IdentifyResponse]  # type: ignore[assignment]
     """Name and roles of a caller. It takes the digest of a token, never a token."""
+    Prove: _aio.UnaryUnaryMultiCallable[_access_pb2.ProveRequest, _access_pb2.ProveResponse]  # type: ignore[assignment]
+    """Proof that this server knows the key of the caller's token or ticket. Coordinator and workers answer it, to anybody. It begins
+    a session: the metadata of later calls prove the caller, and those of their answers the server; no token travels.
+    """
+    IssueTicket: _aio.UnaryUnaryMultiCallable[_access_pb2.IssueTicketRequest, _access_pb2.IssueTicketResponse]  # type: ignore[assignment]
+    """A ticket for calls of one method of one worker. NOT_FOUND for no member."""
 
 class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
     """Names and roles of callers, for the workers: their own services accept the coordinator's tokens and do not have its
@@ -60,5 +72,23 @@ class AccessServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_access_pb2.IdentifyResponse, _abc.Awaitable[_access_pb2.IdentifyResponse]]:
         """Name and roles of a caller. It takes the digest of a token, never a token."""
+
+    @_abc_1.abstractmethod
+    def Prove(
+        self,
+        request: _access_pb2.ProveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_access_pb2.ProveResponse, _abc.Awaitable[_access_pb2.ProveResponse]]:
+        """Proof that this server knows the key of the caller's token or ticket. Coordinator and workers answer it, to anybody. It begins
+        a session: the metadata of later calls prove the caller, and those of their answers the server; no token travels.
+        """
+
+    @_abc_1.abstractmethod
+    def IssueTicket(
+        self,
+        request: _access_pb2.IssueTicketRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_access_pb2.IssueTicketResponse, _abc.Awaitable[_access_pb2.IssueTicketResponse]]:
+        """A ticket for calls of one method of one worker. NOT_FOUND for no member."""
 
 def add_AccessServiceServicer_to_server(servicer: AccessServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from paceline.v1 import access_pb2 as _access_pb2
 from paceline.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -704,6 +705,7 @@ class Welcome(_message.Message):
     HEARTBEAT_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     EXCHANGE_KEY_FIELD_NUMBER: _builtins.int
+    CALL_KEY_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """Life of the coordinator; every exchange message carries it."""
     exchange_endpoint: _builtins.str
@@ -716,6 +718,8 @@ class Welcome(_message.Message):
     """Secret of the coordinator and this member, for this term; every exchange request carries it."""
     exchange_key: _builtins.bytes
     """Public CURVE key (32 bytes) of the exchange, new for each term; empty where it is not encrypted."""
+    call_key: _builtins.bytes
+    """Secret of the coordinator and this member until its next Welcome, with which it checks tickets of callers."""
     def __init__(
         self,
         *,
@@ -725,10 +729,11 @@ class Welcome(_message.Message):
         heartbeat_timeout_s: _builtins.float = ...,
         secret: _builtins.bytes = ...,
         exchange_key: _builtins.bytes = ...,
+        call_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange_endpoint", b"exchange_endpoint", "exchange_key", b"exchange_key", "heartbeat_interval_s", b"heartbeat_interval_s", "heartbeat_timeout_s", b"heartbeat_timeout_s", "secret", b"secret", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_key", b"call_key", "exchange_endpoint", b"exchange_endpoint", "exchange_key", b"exchange_key", "heartbeat_interval_s", b"heartbeat_interval_s", "heartbeat_timeout_s", b"heartbeat_timeout_s", "secret", b"secret", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -933,6 +938,7 @@ class EngineAddress(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """Its id."""
     address: _builtins.str
@@ -941,16 +947,21 @@ class EngineAddress(_message.Message):
     def version(self) -> _common_pb2.PolicyVersion:
         """Version that it acknowledged last."""
 
+    @_builtins.property
+    def ticket(self) -> _access_pb2.Ticket:
+        """For RolloutService/Generate by the member that gets this list."""
+
     def __init__(
         self,
         *,
         member_id: _builtins.str = ...,
         address: _builtins.str = ...,
         version: _common_pb2.PolicyVersion | None = ...,
+        ticket: _access_pb2.Ticket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "member_id", b"member_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "member_id", b"member_id", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
 """Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and those
-in `tokens.json`; a worker's services ask the coordinator whose token has a digest. An answer counts for FRESH_S, so
+in `tokens.json`; a worker's services ask the coordinator whose token has an id. An answer counts for FRESH_S, so
 a revoked token is refused within that time; while the coordinator does not answer, its last answer counts for
-KEPT_S, and a caller with the worker's token is a worker.
+KEPT_S, a caller with the worker's token is a worker, and a caller with a ticket has the ticket's roles.
 
 The token decides the role. The name in a client certificate is recorded, and a call over a connection of a revoked name
 is refused whatever its token. A change of either file takes effect within a second.
@@ -14,18 +14,21 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from paceline.calls.token import VARIABLE, is_same, metadata, read_token, token_path
+from paceline.calls.proof import COORDINATOR, WORKER, AioProver, is_unproven
+from paceline.calls.proof import token_id as id_of
+from paceline.calls.token import VARIABLE, is_same, known_token, read_token, token_path
 from paceline.errors import AccessDenied, Conflict, Unavailable
 from paceline.files.whole_file import file_stamp
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.rights import Caller, CallerRole
+from paceline.services.common.access.sessions import ticket_key
 from paceline.services.common.access.token_table import (
     BOOTSTRAP,
     REVOKED_NAME,
@@ -38,6 +41,7 @@ from paceline.tls.channels import open_aio_channel
 from paceline.v1 import access_pb2, access_pb2_grpc
 
 ALL_ROLES = frozenset(CallerRole)
+NO_ROWS: Mapping[str, NamedToken] = {}
 
 
 class Callers(Protocol):
@@ -54,11 +58,15 @@ class TokenCallers:
         table: Path | None = None,
         clock: Callable[[], float] = time.time,
         note: Callable[[str, str], None] = lambda what, name: None,
+        server: str = COORDINATOR,
     ):
         """`bootstrap` returns the bootstrap token, and `file` is its path for messages. `table` is `tokens.json`; the
-        revoked certificates are beside it. `note` gets each change of either file, with the name. Raises Conflict
-        for a damaged file."""
-        self._note = note
+        revoked certificates are beside it. `note` gets each change of either file, with the name. `server` is as in
+        `Keys`. Raises Conflict for a damaged file."""
+        self._note, self.server = note, server
+        self._digests: dict[bytes, str] = {}
+        """Digests of the tokens in `_digested`, by the tokens' ids."""
+        self._digested: tuple[Mapping[str, NamedToken], str] = NO_ROWS, ""
         self._bootstrap, self._file, self._clock = bootstrap, file.resolve(), clock
         self._table = self._revoked = None
         if table is not None:
@@ -66,14 +74,39 @@ class TokenCallers:
             self._revoked = PolledFile(table.with_name(REVOKED_NAME), read_revoked, self._note_certificates)
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
+        return self._caller(digest_of(token) if token else "", certificate)
+
+    def key(self, offer: access_pb2.Offer) -> bytes:
+        """See `Keys`."""
+        if digest := self.digest(offer.token_id):
+            return bytes.fromhex(digest)
+        raise self._denied(is_other=True)
+
+    async def proven(self, offer: access_pb2.Offer, method: str, certificate: str = "") -> Caller:
+        """See `Keys`."""
+        return self._caller(self.digest(offer.token_id), certificate)
+
+    def digest(self, token_id: bytes) -> str:
+        """Return the digest of the token with this id, valid or not; empty if there is none."""
+        rows, bootstrap = self._rows(), self._bootstrap()
+        if rows is not self._digested[0] or bootstrap != self._digested[1]:
+            digests = [*rows, *([digest_of(bootstrap)] if bootstrap else [])]
+            self._digests = {id_of(bytes.fromhex(each)): each for each in digests}
+            self._digested = rows, bootstrap
+        return self._digests.get(token_id, "")
+
+    def _caller(self, digest: str, certificate: str) -> Caller:
         if refusal := self._refusal_of_certificate(certificate):
             raise AccessDenied(refusal)
-        caller = self.by_digest(digest_of(token)) if token else None
+        caller = self.by_digest(digest) if digest else None
         if caller is not None:
             return replace(caller, certificate=certificate) if certificate else caller
+        raise self._denied(is_other=bool(digest))
+
+    def _denied(self, *, is_other: bool) -> AccessDenied:
         has_token = bool(self._bootstrap() or self._rows())
         also = ", or a token from `paceline token create`"
-        raise AccessDenied(_refusal(self._file, has_token=has_token, is_other=bool(token), also=also))
+        return AccessDenied(_refusal(self._file, has_token=has_token, is_other=is_other, also=also))
 
     def by_digest(self, digest: str) -> Caller | None:
         """Return the caller whose token has this digest, or None. Raises AccessDenied for a revoked or expired token."""
@@ -96,7 +129,7 @@ class TokenCallers:
             return str(denied)
 
     def _rows(self) -> Mapping[str, NamedToken]:
-        return self._table.content if self._table is not None else {}
+        return self._table.content if self._table is not None else NO_ROWS
 
     def _note_tokens(self, before: Mapping[str, NamedToken], after: Mapping[str, NamedToken]) -> None:
         for sha256 in before.keys() | after.keys():
@@ -165,6 +198,7 @@ MAX_KEPT = 1024
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
 """Name of a caller with the worker's token while the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+IDENTIFY = "paceline.v1.AccessService/Identify"
 
 
 @dataclass(frozen=True)
@@ -175,58 +209,89 @@ class _Answer:
 
 
 class WorkerCallers:
-    def __init__(self, coordinator: str):
-        """`coordinator` is HOST:PORT; if it is empty, only the worker's token is valid, with every role."""
-        self._coordinator = coordinator
-        self._answers: OrderedDict[str, _Answer] = OrderedDict()
+    server = WORKER
+
+    def __init__(self, coordinator: str, call_key: Callable[[], bytes] = bytes):
+        """`coordinator` is HOST:PORT; if it is empty, only the worker's token is valid, with every role. `call_key`
+        returns the key of the worker's newest Welcome, empty without one."""
+        self._coordinator, self._call_key = coordinator, call_key
+        self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
         worker_token = read_token(token_path())
         if not worker_token or not token:
             raise AccessDenied(_refusal(token_path(), has_token=bool(worker_token)))
-        digest, is_worker = digest_of(token), is_same(token, worker_token)
+        own = Caller(OWN_TOKEN, frozenset({CallerRole.WORKER})) if is_same(token, worker_token) else None
+        return await self._caller(id_of(bytes.fromhex(digest_of(token))), own)
+
+    def key(self, offer: access_pb2.Offer) -> bytes:
+        """See `Keys`. A worker proves only that it knows tickets."""
+        if offer.claims:
+            return ticket_key(self._call_key(), offer.claims)
+        raise AccessDenied("a worker takes no proof of a token; call it with a ticket of the coordinator")
+
+    async def proven(self, offer: access_pb2.Offer, method: str, certificate: str = "") -> Caller:
+        """See `Keys`. The roles of a ticket count, as long as the coordinator names no other ones."""
+        claims = access_pb2.Claims.FromString(offer.claims)
+        if claims.method != method:
+            raise AccessDenied(f"the ticket is for {claims.method}, not for {method}")
+        ticketed = Caller(claims.caller, _roles(claims.roles))
+        if not claims.token_id:
+            return ticketed
+        caller = await self._caller(claims.token_id, ticketed)
+        return replace(caller, roles=caller.roles & ticketed.roles)
+
+    async def _caller(self, token_id: bytes, kept: Caller | None) -> Caller:
+        """Return the caller with a token's id; `kept` while the coordinator does not answer, if it is not None."""
         if not self._coordinator:
-            if is_worker:
-                return Caller(BOOTSTRAP, ALL_ROLES, digest)
+            if kept is not None:
+                return Caller(BOOTSTRAP, ALL_ROLES)
             raise AccessDenied(_refusal(token_path(), has_token=True, is_other=True))
-        answer = await self._answer(digest, worker_token, is_worker=is_worker)
+        answer = await self._answer(token_id, kept)
         if answer.caller is None:
             raise AccessDenied(answer.refusal or _refusal(token_path(), has_token=True, is_other=True))
         return answer.caller
 
-    async def _answer(self, digest: str, worker_token: str, *, is_worker: bool) -> _Answer:
-        kept, now_s = self._answers.get(digest), time.monotonic()
+    async def _answer(self, token_id: bytes, own: Caller | None) -> _Answer:
+        kept, now_s = self._answers.get(token_id), time.monotonic()
         if kept is not None and now_s - kept.time_s < FRESH_S:
             return kept
         try:
-            answer = await self._ask(digest, worker_token)
+            answer = await self._ask(token_id)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED and is_worker:
-                # A coordinator with one token for all.
-                return _Answer(Caller(BOOTSTRAP, ALL_ROLES, digest), "", now_s)
-            if error.code() in AWAY and kept is not None and now_s - kept.time_s < KEPT_S:
+            # If another program has taken the coordinator's port, the coordinator is away.
+            is_away = error.code() in AWAY or is_unproven(error)
+            if is_away and kept is not None and now_s - kept.time_s < KEPT_S:
                 return kept
-            if error.code() in AWAY and is_worker:
-                return _Answer(Caller(OWN_TOKEN, frozenset({CallerRole.WORKER}), digest), "", now_s)
+            if is_away and own is not None:
+                return _Answer(own, "", now_s)
             raise Unavailable(
                 f"this worker cannot ask the coordinator at {self._coordinator} about the call's token: "
                 f"{error.code().name.lower()}"
             ) from None
-        self._answers[digest] = answer
-        self._answers.move_to_end(digest)
+        self._answers[token_id] = answer
+        self._answers.move_to_end(token_id)
         while len(self._answers) > MAX_KEPT:
             self._answers.popitem(last=False)
         return answer
 
-    async def _ask(self, digest: str, worker_token: str) -> _Answer:
-        request = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest))
+    async def _ask(self, token_id: bytes) -> _Answer:
+        request = access_pb2.IdentifyRequest(token_id=token_id)
         async with open_aio_channel(self._coordinator) as channel:
-            stub = access_pb2_grpc.AccessServiceStub(channel)
+            identify = access_pb2_grpc.AccessServiceStub(channel).Identify
+            prover = AioProver(channel, self._coordinator, known_token(self._coordinator))
             async with asyncio.timeout(2 * CALL_S):
-                answer = await stub.Identify(request, timeout=CALL_S, metadata=metadata(worker_token))
-        roles = frozenset(CallerRole(role) for role in answer.roles if role in set(CallerRole))
-        caller = Caller(answer.name, roles, digest) if answer.name else None
-        return _Answer(caller, answer.refusal, time.monotonic())
+                answer = await prover.call(
+                    IDENTIFY,
+                    lambda sent: identify(request, timeout=CALL_S, metadata=sent),
+                )
+        return _Answer(
+            Caller(answer.name, _roles(answer.roles)) if answer.name else None, answer.refusal, time.monotonic()
+        )
+
+
+def _roles(names: Iterable[str]) -> frozenset[CallerRole]:
+    return frozenset(CallerRole(role) for role in names if role in set(CallerRole))
 
 
 def _refusal(path: Path, *, has_token: bool, is_other: bool = False, also: str = "") -> str:

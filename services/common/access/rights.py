@@ -70,6 +70,7 @@ def _changes(*roles: CallerRole) -> Right:
     return Right(frozenset(roles), changes=True)
 
 
+GENERATE = "paceline.v1.RolloutService/Generate"
 STEERS = Right(frozenset({SUBMITTER, OPERATOR}), changes=True, own_run=True)
 RPCS: Mapping[str, Right] = {
     "paceline.v1.RunService/Submit": _changes(SUBMITTER, OPERATOR),
@@ -109,8 +110,10 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.ModelService/Promote": _changes(OPERATOR),
     "paceline.v1.ModelService/Rollback": _changes(OPERATOR),
     "paceline.v1.AccessService/Identify": _reads(WORKER, SCRAPER),
+    "paceline.v1.AccessService/Prove": _reads(WORKER, SCRAPER),  # the token guard answers it, to strangers too
+    "paceline.v1.AccessService/IssueTicket": _reads(WORKER),  # for methods whose rows permit the caller
     # The workers' services do not know who submitted a run, so no call here is limited to a submitter's own runs.
-    "paceline.v1.RolloutService/Generate": Right(frozenset({SUBMITTER, OPERATOR, WORKER})),
+    GENERATE: Right(frozenset({SUBMITTER, OPERATOR, WORKER})),
     "paceline.v1.RolloutService/Status": _reads(),
     "paceline.v1.RolloutService/Drain": _changes(OPERATOR),
     "paceline.v1.RewardService/Score": Right(frozenset({SUBMITTER, OPERATOR})),
@@ -120,7 +123,7 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.LearnerService/Export": _changes(OPERATOR),
 }
 """The right to each rpc, by `package.Service/Method`."""
-COMPLETIONS = RPCS["paceline.v1.RolloutService/Generate"].roles
+COMPLETIONS = RPCS[GENERATE].roles
 """Roles that may use the OpenAI-compatible endpoint if it requires a token (`services/common/serving/json_http.py`)."""
 METRICS = RPCS["paceline.v1.StatusService/Status"].roles
 """Roles that may read `/metrics` and `/scale` if these require a token."""

@@ -1,7 +1,8 @@
-"""Checks the token and the rights (`services/common/access/rights.py`) of every call before its content is read; health
-and reflection stay open. While there are streams, the coordinator checks their callers every RECHECK_S, and ends
-a stream whose caller's token or certificate was revoked or has expired; a worker's service checks only when a stream
-begins."""
+"""Checks the caller and the rights (`services/common/access/rights.py`) of every call before its content is read. A
+caller proves its token or its ticket (`services/common/access/sessions.py`), or sends the token. Health, reflection and
+the server's own proof stay open. While there are streams, the coordinator checks their callers every RECHECK_S, and
+ends a stream whose caller's token or certificate was revoked or has expired; a worker's service checks only when a
+stream begins."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from paceline.calls.proof import PROOF, PROVE, RENEW, SESSION
 from paceline.calls.token import KEY
 from paceline.errors import (
     AccessDenied,
@@ -30,6 +32,7 @@ from paceline.errors import (
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.callers import Callers, WorkerCallers
 from paceline.services.common.access.rights import RPCS, Caller, CallerRole, Right, set_caller
+from paceline.services.common.access.sessions import Keys, Sessions
 from paceline.services.common.access.tls import address_of, certificate_name
 
 OPEN = ("/grpc.health.", "/grpc.reflection.")
@@ -113,10 +116,14 @@ class _Stream:
     refusal: str = ""
 
 
+class CallersWithKeys(Callers, Keys, Protocol):
+    """Callers that send a token or prove it."""
+
+
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
     def __init__(
         self,
-        callers: Callers,
+        callers: CallersWithKeys,
         owner: Callable[[str], str] = lambda run_id: "",
         note: Callable[[Call], None] = lambda call: None,
         rights: Mapping[str, Right] = RPCS,
@@ -126,6 +133,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         something; it must not block. `message_s` is the longest wait for the message of a call."""
         self._message_s = message_s
         self._callers, self._owner, self._note, self._rights = callers, owner, note, rights
+        self.sessions = Sessions(callers)
         self._streams: set[_Stream] = set()
         self._watching: asyncio.Task[None] | None = None
 
@@ -133,19 +141,43 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
         details: Any = handler_call_details
+        if details.method == PROVE:
+            return grpc.stream_unary_rpc_method_handler(self._prove)
         handler: Any = await continuation(details)
         if handler is None or details.method.startswith(OPEN):
             return handler  # type: ignore[no-any-return]
-        sent = str(dict(details.invocation_metadata or ()).get(KEY, ""))
-        return self._guarded(handler, details.method.lstrip("/"), sent.removeprefix("Bearer "))
+        return self._guarded(handler, details.method.lstrip("/"), dict(details.invocation_metadata or ()))
 
-    def _guarded(self, handler: Any, method: str, token: str) -> grpc.RpcMethodHandler[Any, Any]:
+    async def _prove(self, requests: AsyncIterator[Any], context: Context) -> bytes:
+        """Answer `Prove`, to anybody; the request is not read."""
+        try:
+            offer: Any = dict(context.invocation_metadata() or ()).get(SESSION, b"")
+            return self.sessions.answer(offer).SerializeToString()
+        except AccessDenied as denied:
+            code = grpc.StatusCode.UNAUTHENTICATED
+            self._note(Call(PROVE.lstrip("/"), None, context.peer(), None, code, str(denied)))
+            await context.abort(code, str(denied))
+            raise  # not reached: `abort` raises
+        finally:
+            await _Requests(requests).close()
+
+    async def _caller(self, method: str, sent: Mapping[str, Any], certificate: str, context: Context) -> Caller:
+        """Return the caller of a call with these metadata; if the caller proves itself, prove this server in the
+        answer. Raises AccessDenied, Unavailable."""
+        if SESSION not in sent:
+            return await self._callers.caller(str(sent.get(KEY, "")).removeprefix("Bearer "), certificate)
+        context.set_trailing_metadata(((RENEW, "1"),))
+        offer, answer = self.sessions.check(sent[SESSION], sent.get(PROOF, b""), method)
+        context.set_trailing_metadata(((PROOF, answer),))
+        return await self._callers.proven(offer, method, certificate)
+
+    def _guarded(self, handler: Any, method: str, sent: Mapping[str, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         """Return the guarded handler; it takes streams, because gRPC reads a single request before it calls a handler."""
 
         async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
             received = _Requests(requests)
             try:
-                caller, request = await self._admit(handler, method, token, received, context)
+                caller, request = await self._admit(handler, method, sent, received, context)
                 with self._noted(method, caller, request, context) as noted:
                     noted.answer = await (handler.unary_unary or handler.stream_unary)(request, context)
                     return noted.answer
@@ -156,7 +188,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             received = _Requests(requests)
             stream: _Stream | None = None
             try:
-                caller, request = await self._admit(handler, method, token, received, context)
+                caller, request = await self._admit(handler, method, sent, received, context)
                 stream = self._watch(caller)
                 with self._noted(method, caller, request, context) as noted:
                     responses = (handler.unary_stream or handler.stream_stream)(request, context)
@@ -186,7 +218,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return guarded
 
     async def _admit(
-        self, handler: Any, method: str, token: str, requests: _Requests, context: Context
+        self, handler: Any, method: str, sent: Mapping[str, Any], requests: _Requests, context: Context
     ) -> tuple[Caller, Any]:
         """Return caller and request (or stream of requests) of a permitted call; abort a call that is not permitted."""
         caller: Caller | None = None
@@ -194,7 +226,9 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         certificate = ""
         try:
             certificate = certificate_name(context)
-            caller = await self._callers.caller(token, certificate)
+            caller = await self._caller(method, sent, certificate, context)
+            if handler.response_streaming and SESSION in sent:
+                await context.send_initial_metadata(tuple(context.trailing_metadata() or ()))
             right = self._rights.get(method)
             _check_role(method, right, caller)
             set_caller(caller)
@@ -280,9 +314,10 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                     stream.task.cancel()
 
 
-def worker_guard(coordinator: str = "") -> TokenGuard:
-    """Return the guard of a worker's services. It asks the coordinator who a caller is, and logs refused calls."""
-    return TokenGuard(WorkerCallers(coordinator), note=_log_refusal)
+def worker_guard(coordinator: str = "", call_key: Callable[[], bytes] = bytes) -> TokenGuard:
+    """Return the guard of a worker's services. It asks the coordinator who a caller is, and logs refused calls.
+    `call_key` is as in `WorkerCallers`."""
+    return TokenGuard(WorkerCallers(coordinator, call_key), note=_log_refusal)
 
 
 def _log_refusal(call: Call) -> None:

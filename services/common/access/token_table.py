@@ -2,9 +2,10 @@
 `tokens.json`, and the revoked names of client certificates in `revoked-certificates.json`. Commands edit them under
 a lock; the coordinator reads changes within a second.
 
-A token is 32 random bytes, so nobody can guess one from its digest: a plain SHA-256 protects it at rest. The file has
-digests alone; the token is shown once, when it is made. A revoked name stays revoked, also for certificates that are
-issued to it later: the next holder gets another name.
+A token is 32 random bytes, so nobody can guess one from its digest. The file has digests alone; the token is shown
+once, when it is made. A digest is the key with which callers prove a token (`paceline/calls/proof.py`), so a reader of
+the file can act as its callers. A revoked name stays revoked, also for certificates that are issued to it later: the
+next holder gets another name.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def read_table(path: Path) -> Mapping[str, NamedToken]:
     def parsed(content: Any) -> Mapping[str, NamedToken]:
         tokens = [NamedToken(**row) for row in content["tokens"]]
         for token in tokens:
+            bytes.fromhex(token.sha256)  # raises ValueError
             if token.role:
                 CallerRole(token.role)
         return {token.sha256: token for token in tokens}

@@ -150,7 +150,8 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         refusal, wait_s = self._refusal(key, limit)
         if refusal:
             seldom.warning(f"limit/{method}", "%s", refusal)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, to_metadata(wait_s))
+            hint = (*to_metadata(wait_s), *(context.trailing_metadata() or ()))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, hint)
         return self._taken(key)
 
     def _refusal(self, key: Key, limit: Limit) -> tuple[str, float]:

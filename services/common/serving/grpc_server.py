@@ -86,7 +86,7 @@ def with_status(call: CallT) -> CallT:
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
         except Exception as error:
-            await context.abort(*_status(call.__name__, error))
+            await context.abort(*_status(call.__name__, error, context))
 
     return wrapped  # type: ignore[return-value]
 
@@ -103,14 +103,16 @@ def with_stream_status(call: StreamT) -> StreamT:
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
         except Exception as error:
-            await context.abort(*_status(call.__name__, error))
+            await context.abort(*_status(call.__name__, error, context))
 
     return wrapped  # type: ignore[return-value]
 
 
-def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+def _status(method: str, error: Exception, context: Any) -> tuple[grpc.StatusCode, str, tuple[Any, ...]]:
     if (code := status_of(error)) is not None:
-        hint = to_metadata(error.retry_after_s) if isinstance(error, Busy) else ()
+        if not isinstance(error, Busy):
+            return code, details_of(str(error)), ()  # keeps the metadata that the token guard has set
+        hint = (*to_metadata(error.retry_after_s), *(context.trailing_metadata() or ()))
         return code, details_of(str(error)), hint
     return grpc.StatusCode.INTERNAL, details_of(unforeseen.note(method, error)), ()
 
@@ -157,6 +159,8 @@ class GrpcServer:
         folder = tls_folder()
         self.port = self._listen(port, folder, mutual)
         self.people_port = None if people_port is None else self._listen(people_port, folder, False)
+        if guard is not None:
+            guard.sessions.ports = frozenset(each for each in (self.port, self.people_port) if each)
 
     def _listen(self, port: int, folder: TlsFolder | None, mutual: bool) -> int:
         # Checked before gRPC tries, because gRPC writes a line to stderr.

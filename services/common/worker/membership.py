@@ -1,10 +1,11 @@
 """A worker's connection to the coordinator: one control stream and one exchange socket, replaced whenever they break.
 
-`Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. A broken stream is opened again with
-the same member id after a growing pause; Welcome names the coordinator's term, under which all unanswered requests are
-sent again. Heartbeats mean that both connections work: a worker that has lost the exchange sends none until it is back,
-and the coordinator leases its work again as for any silent worker. Order of waiting: requests wait for the reader task,
-which waits for the socket; nothing waits for a request.
+`Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. No directive counts before the
+coordinator has proven that it knows this worker's token. A broken stream is opened again with the same member id after
+a growing pause; Welcome names the coordinator's term, under which all unanswered requests are sent again. Heartbeats
+mean that both connections work: a worker that has lost the exchange sends none until it is back, and the coordinator
+leases its work again as for any silent worker. Order of waiting: requests wait for the reader task, which waits for the
+socket; nothing waits for a request.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.calls.connection import checked_address
-from paceline.calls.token import metadata, read_token, token_path
+from paceline.calls.proof import AioProver
+from paceline.calls.token import known_token
 from paceline.errors import Conflict, WireError
 from paceline.host import gpu_gauges
 from paceline.host.resources import process_gauges
@@ -58,6 +60,7 @@ TROUBLE_LOG_S = 60.0
 MAX_TURNS = 64
 """Largest number of finished turns that wait for replies; those that arrive together share one synced write."""
 OUTBOX_SIZE = 1024
+CONNECT = "paceline.v1.WorkerService/Connect"
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 REFUSED = {
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -124,6 +127,8 @@ class Membership:
         self._public_key, self._private_key = zmq.curve_keypair() if tls_folder() is not None else (b"", b"")
         self._secret = b""
         """Secret from the coordinator's last Welcome; empty before the first."""
+        self.call_key = b""
+        """Key of the tickets for calls of this worker, from the coordinator's last Welcome; empty before the first."""
         self.has_stream = False
         """True while this worker has a control stream: from the Welcome until the stream breaks."""
         self.draining = False
@@ -225,10 +230,13 @@ class Membership:
     async def _stream(self) -> None:
         async with open_aio_channel(self.coordinator, CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            call = stub.Connect(metadata=metadata(read_token(token_path())))  # type: ignore[call-arg]  # its types know no `write`
+            prover = AioProver(channel, self.coordinator, known_token(self.coordinator))
+            signed = await prover.sign(CONNECT)
+            call = stub.Connect(metadata=signed.metadata)  # type: ignore[call-arg]  # its types know no `write`
             heard = asyncio.Event()
             writing = asyncio.create_task(self._write_stream(call, heard))
             try:
+                await prover.check_stream(call, signed)
                 async for directive in call:
                     if directive.WhichOneof("directive") == "welcome":
                         await self._on_welcome(directive.welcome)
@@ -291,6 +299,7 @@ class Membership:
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         self.term, self._secret, self._is_refused = welcome.term, welcome.secret, False
+        self.call_key = welcome.call_key
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self._close_socket()
         socket = self._context.socket(zmq.DEALER)

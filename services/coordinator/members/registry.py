@@ -100,7 +100,7 @@ class DirectiveQueue:
         return worker_pb2.ConnectResponse(weight_acks=acks)
 
 
-SECRET_BYTES = 16
+SECRET_BYTES, KEY_BYTES = 16, 32
 OFFERS_KEPT = 256
 WARNINGS_KEPT = 16
 ROLE_NAMES = {
@@ -150,6 +150,8 @@ class Member:
     """Id, never shown, that the ranks of a learner with several ranks share."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     """Secret that is sent with Welcome and required in every request to the exchange; new for each stream."""
+    call_key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
+    """Key of the tickets for calls of this worker; new for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)
     """Earlier secret in the worker's Hello. The next Hello may have it too, because this stream's Welcome may be lost."""
     exchange_key: bytes = b""

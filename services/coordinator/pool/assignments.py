@@ -13,6 +13,8 @@ from typing import Any
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import NotFound
 from paceline.groups import Version
+from paceline.services.common.access.rights import GENERATE, Caller
+from paceline.services.common.access.sessions import issue
 from paceline.services.coordinator import sessions
 from paceline.services.coordinator.exchange import admission, evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
@@ -360,11 +362,21 @@ class Assignments:
         run = self._exchange.active
         if run is None or not run.spec.environment.is_used:
             return
+        lists: dict[Caller | None, worker_pb2.Engines] = {}
+        for member in self._members.of_role(common_pb2.ROLE_ENVIRONMENT):
+            if member.caller not in lists:
+                lists[member.caller] = self._engines_for(member.caller, run)
+            listed = lists[member.caller]
+            if member.connected and member.engines != listed:
+                member.engines = listed
+                member.direct(worker_pb2.ConnectResponse(engines=listed))
+
+    def _engines_for(self, caller: Caller | None, run: ActiveRun) -> worker_pb2.Engines:
+        """Return the serving rollout workers, each with a ticket for the caller."""
         listed = worker_pb2.Engines(run_id=run.run_id)
         for sampler in admission.serving_samplers(self._exchange, run):
             entry = listed.engines.add(member_id=sampler.member_id, address=sampler.address)
             entry.version.session, entry.version.step = sampler.version
-        for member in self._members.of_role(common_pb2.ROLE_ENVIRONMENT):
-            if member.connected and member.engines != listed:
-                member.engines = listed
-                member.direct(worker_pb2.ConnectResponse(engines=listed))
+            if member := self._exchange.senders.get(sampler.member_id):
+                entry.ticket.CopyFrom(issue(member.call_key, member.member_id, GENERATE, caller))
+        return listed

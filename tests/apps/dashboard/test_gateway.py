@@ -206,6 +206,12 @@ def test_every_call_that_reads_says_so() -> None:
     assert "paceline.v1.BundleService/Missing" not in reads
 
 
+def test_no_key_of_the_page_gets_a_ticket_or_a_proof_of_the_dashboards_token() -> None:
+    assert [path for path in methods() if path.startswith("paceline.v1.AccessService/")] == [
+        "paceline.v1.AccessService/Identify"
+    ]
+
+
 async def test_records_are_compared_while_others_are_read(
     ledger_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,8 @@ class Service:
     def __init__(self) -> None:
         self.answer: Answer = run_code
         self.status = 200
+        self.location = ""
+        self.gets: list[dict[str, str]] = []
         self.got: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         service = self
 
@@ -66,9 +68,15 @@ class Service:
                 answer = service.answer(body)
                 self.send_response(service.status)
                 self.send_header("Content-Length", str(len(answer)))
+                if service.location:
+                    self.send_header("Location", service.location)
                 self.end_headers()
                 with contextlib.suppress(OSError):  # the client may have had enough
                     self.wfile.write(answer)
+
+            def do_GET(self) -> None:
+                service.gets.append(dict(self.headers))
+                self.send_error(404)
 
             def log_message(self, *_: Any) -> None:
                 return
@@ -103,6 +111,16 @@ def test_python_code_its_files_and_its_input_are_sent(service: Service, monkeypa
     assert headers["Authorization"] == "Bearer s3cret"
     assert (body["language"], body["run_timeout"], body["memory_limit_MB"]) == ("python", 7, 99)
     assert body["files"] == {"data": base64.b64encode(b"\xc3\xa4").decode()}
+
+
+def test_a_redirect_is_not_followed_because_the_token_would_go_along(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_SANDBOX_TOKEN", "s3cret")
+    service.status, service.location = 302, f"{service.url}/elsewhere"
+    with pytest.raises(SandboxFailed, match="answered 302"):
+        RemoteSandbox(service.url).run(["true"], {}, Limits())
+    assert service.gets == []
 
 
 def test_other_commands_are_a_line_of_bash(service: Service) -> None:

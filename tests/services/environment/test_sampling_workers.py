@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,9 +12,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from paceline.calls.token import make_token
 from paceline.environment.protocols import TurnParams, TurnRequest
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Version, VersionSpan
+from paceline.services.common.access.rights import GENERATE, Caller, CallerRole
+from paceline.services.common.access.sessions import issue
+from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.serving.grpc_server import ACCEPTED, GrpcServer, with_status
 from paceline.services.environment.sampling_workers import (
     MAX_BREAKS,
@@ -30,6 +35,7 @@ PATIENCE_S = 60.0
 RUN = "run-1"
 ANY = RequiredWeights()
 TURN = TurnRequest(np.array([1, 2, 3], np.int32), TurnParams(8), 7, "7/0")
+CALLER = Caller("pool", frozenset({CallerRole.WORKER}))
 Reply = Callable[[rollout_pb2.GenerateRequest, Any], Awaitable[rollout_pb2.GenerateResponse]]
 
 
@@ -51,7 +57,8 @@ class Worker(rollout_pb2_grpc.RolloutServiceServicer):
         self.script: list[Reply] = []
         self.began = asyncio.Event()
         self.version = Version(1, 4)
-        self.server = GrpcServer("127.0.0.1", 0)
+        self.key = b"k" * 32
+        self.server = GrpcServer("127.0.0.1", 0, worker_guard("", lambda: self.key))
         register = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
         self.server.add(self, register, "paceline.v1.RolloutService")
 
@@ -60,7 +67,10 @@ class Worker(rollout_pb2_grpc.RolloutServiceServicer):
         session, step = self.version
         address = f"127.0.0.1:{self.server.port}"
         return worker_pb2.EngineAddress(
-            member_id=self.name, address=address, version={"session": session, "step": step}
+            member_id=self.name,
+            address=address,
+            version={"session": session, "step": step},
+            ticket=issue(self.key, self.name, GENERATE, CALLER),
         )
 
     @with_status
@@ -329,3 +339,43 @@ async def test_connections_to_workers_that_are_gone_are_closed(rollout: Rollout)
     assert len(rollout.workers._channels) == 2
     rollout.list(rollout.b)
     assert len(rollout.workers._channels) == 1
+
+
+@brief
+async def test_a_worker_with_a_new_key_is_asked_again_with_the_ticket_of_the_next_list(rollout: Rollout) -> None:
+    rollout.list(rollout.a)
+    await rollout.sample()
+    rollout.a.key = b"n" * 32  # its next Welcome
+    turn = asyncio.create_task(rollout.sample())
+    await asyncio.sleep(0)
+    rollout.list(rollout.a)
+    assert (await turn).token_ids.tolist() == [11, 12]
+    assert len(rollout.a.requests) == 2
+    assert rollout.workers.num_broken == 0
+
+
+@brief
+async def test_a_worker_that_gives_a_false_address_gets_neither_token_nor_turn(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_token(tmp_path / "token")
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(tmp_path / "token"))
+    received: list[tuple[str, dict[str, Any]]] = []
+
+    class Lure(grpc.GenericRpcHandler):  # type: ignore[misc]  # its base is untyped
+        def service(self, details: Any) -> Any:
+            received.append((details.method, dict(details.invocation_metadata)))
+            return None
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Lure(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    false = rollout.a.listed
+    false.member_id, false.address = "0-eve", f"127.0.0.1:{port}"
+    false.ticket.CopyFrom(issue(b"e" * 32, "0-eve", GENERATE, CALLER))
+    rollout.workers.update(worker_pb2.Engines(run_id=RUN, engines=[false, rollout.a.listed]))
+    await rollout.sample()
+    assert [method for method, _ in received] == ["/paceline.v1.AccessService/Prove"]
+    assert "authorization" not in received[0][1]
+    await server.stop(0)

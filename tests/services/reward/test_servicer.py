@@ -24,6 +24,9 @@ class Context:
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         raise Aborted(code, details)
 
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
 
 def servicer(*only: str) -> RewardServicer:
     worker: Any = SimpleNamespace(functions=(), only=frozenset(only))

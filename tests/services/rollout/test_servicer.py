@@ -37,6 +37,9 @@ class Context:
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         raise Aborted(code, details)
 
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
     async def send_initial_metadata(self, _: object) -> None:
         """A turn's request was accepted."""
 

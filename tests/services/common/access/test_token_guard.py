@@ -229,7 +229,8 @@ async def test_a_workers_own_service_wants_the_same_token_and_logs_refusals(
     )
 
     def ask() -> int:
-        with open_channel(f"127.0.0.1:{server.port}") as channel:
+        address = f"127.0.0.1:{server.port}"
+        with open_channel(address, known=lambda: metadata(read_token(path))) as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             return len(stub.ListFunctions(reward_pb2.ListFunctionsRequest(), timeout=DEADLINE_S).functions)
 

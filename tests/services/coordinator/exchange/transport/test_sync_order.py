@@ -138,8 +138,8 @@ def submit_all(address: str, directory: Path) -> list[Result]:
             for _ in leases:
                 reply = pb.ExchangeReply.FromString(socket.recv_multipart()[0])
                 assert reply.status == pb.REPLY_STATUS_COMMITTED, reply.message
-        directives.cancel()
-        learner.cancel()
+        directives.close()
+        learner.close()
     return results
 
 
