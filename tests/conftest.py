@@ -81,10 +81,10 @@ def _environment_put_back() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def environment_of_the_next_file() -> Iterator[None]:
+def environment_of_the_next_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """As `environment_of_the_next_test`, for what a fixture of a whole file calls. A token of the file before is removed,
-    because clients with a token refuse the servers of tests that know none."""
-    if _TOKEN is not None:
+    because clients with a token refuse the servers of tests that know none. The files of e2e share a cluster."""
+    if _TOKEN is not None and "e2e" not in request.path.parts:
         _TOKEN.unlink(missing_ok=True)
     with _environment_put_back():
         yield
