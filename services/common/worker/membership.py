@@ -239,9 +239,9 @@ class Membership:
                 await prover.check_stream(call, signed)
                 async for directive in call:
                     if directive.WhichOneof("directive") == "welcome":
+                        self.has_stream = True
                         await self._on_welcome(directive.welcome)
                         heard.set()
-                        self.has_stream = True
                     await self._on_directive(directive)
                     if self._leaving.is_set() and directive.WhichOneof("directive") == "welcome":
                         # It was lost with a stream.
@@ -350,7 +350,8 @@ class Membership:
                 log.warning("ignored a message from the exchange: %s", error)
                 continue
             pending = self._pending.get(reply.request_id)
-            if pending is None or pending.reply.done():
+            # Without a stream another program may have taken the exchange's port; the next Welcome sends the request again.
+            if pending is None or pending.reply.done() or not self.has_stream:
                 continue
             if reply.status == pb.REPLY_STATUS_STALE and reply.term != pending.terms[reply.request_id]:
                 continue  # it was sent before a Welcome that is due or has come by now: it is sent again

@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import grpc
 import pytest
+import zmq
+import zmq.asyncio
 
 from paceline.calls.proof import PROOF, PROVE, SESSION, AioProver, Credential, Session
 from paceline.calls.token import PORT_VARIABLE, known_token, make_token
@@ -38,6 +40,7 @@ from paceline.v1 import (
     access_pb2,
     access_pb2_grpc,
     common_pb2,
+    exchange_pb2,
     reward_pb2,
     reward_pb2_grpc,
     run_pb2,
@@ -197,6 +200,33 @@ async def test_a_squatted_port_gets_no_token_and_the_worker_goes_on_with_the_rea
                 assert not recorder.holds(token_in(directory))
             async with coordinator_at(directory, port):
                 assert await welcomes.get() == first + 1, "no welcome of the other program counts"
+        finally:
+            await worker.__aexit__(None, None, None)
+
+
+async def test_a_program_on_the_exchanges_port_cannot_answer_for_the_coordinator(directory: Path) -> None:
+    welcomes: asyncio.Queue[int] = asyncio.Queue()
+    async with asyncio.timeout(DEADLINE_S):
+        async with coordinator_at(directory) as port:
+            worker = joined(port, welcomes)
+            membership = await worker.__aenter__()
+            await welcomes.get()
+            assert membership._socket is not None
+            endpoint = membership._socket.getsockopt(zmq.LAST_ENDPOINT)
+        try:
+            with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as false:
+                false.bind(endpoint)
+                asked = asyncio.create_task(membership.request(exchange_pb2.ExchangeRequest(task={"room": 1})))
+                sender, header = await false.recv_multipart()
+                while not (request := exchange_pb2.ExchangeRequest.FromString(header)).HasField("task"):
+                    sender, header = await false.recv_multipart()
+                reply = exchange_pb2.ExchangeReply(request_id=request.request_id, term=request.term, message="false")
+                await false.send_multipart([sender, reply.SerializeToString()])
+                await asyncio.wait((asked,), timeout=0.5)
+                assert not asked.done()
+            async with coordinator_at(directory, port):
+                answer, _ = await asked
+                assert answer.message != "false"
         finally:
             await worker.__aexit__(None, None, None)
 
