@@ -171,7 +171,9 @@ def _again(error: Any) -> grpc.aio.AioRpcError:
 def judged(address: str, signed: Signed, error: Any, passing: Sequence[str] = (*PASSING, "UNIMPLEMENTED")) -> Any:
     """Return the error to raise for a failed call: an error that does not prove the server counts only if it has one of
     the `passing` statuses."""
-    if not signed.answer or error.code().name in passing or signed.is_proven(error.trailing_metadata()):
+    if not signed.answer or error.code().name in passing or is_unproven(error):
+        return error
+    if signed.is_proven(error.trailing_metadata()):
         return error
     return unproven(address, f"it says {error.details()}")
 
