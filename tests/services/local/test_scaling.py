@@ -63,7 +63,6 @@ def pool(answers: Answers, tmp_path: Path) -> Iterator[Pool]:
     status_pb2_grpc.add_StatusServiceServicer_to_server(answers, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    (tmp_path / "token").write_text("t" * 43)
     yield Pool(f"127.0.0.1:{port}", tmp_path / "token")
     server.stop(None).wait()
 
