@@ -122,14 +122,15 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Pauses a run: it gets no further lease and no further batch until Resume.
+        """Pauses a run: it gets no further lease and no further batch until Resume. A queued run gets
+        its workers meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Continues a paused run, or a failed run from its last state.
+        """Continues a paused run, or queues it if another run has its workers. Queues a failed run, from its last state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

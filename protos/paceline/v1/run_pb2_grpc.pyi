@@ -44,9 +44,11 @@ class RunServiceStub:
     Cancel: _grpc.UnaryUnaryMultiCallable[_run_pb2.CancelRequest, _run_pb2.CancelResponse]
     """Ends a run; its open groups become dropped(run_ended)."""
     Pause: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRequest, _run_pb2.PauseResponse]
-    """Pauses a run: it gets no further lease and no further batch until Resume."""
+    """Pauses a run: it gets no further lease and no further batch until Resume. A queued run gets
+    its workers meanwhile.
+    """
     Resume: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRequest, _run_pb2.ResumeResponse]
-    """Continues a paused run, or a failed run from its last state."""
+    """Continues a paused run, or queues it if another run has its workers. Queues a failed run, from its last state."""
     DropGroups: _grpc.UnaryUnaryMultiCallable[_run_pb2.DropGroupsRequest, _run_pb2.DropGroupsResponse]
     """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
     to be paused.
@@ -70,9 +72,11 @@ class RunServiceAsyncStub(RunServiceStub):
     Cancel: _aio.UnaryUnaryMultiCallable[_run_pb2.CancelRequest, _run_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a run; its open groups become dropped(run_ended)."""
     Pause: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRequest, _run_pb2.PauseResponse]  # type: ignore[assignment]
-    """Pauses a run: it gets no further lease and no further batch until Resume."""
+    """Pauses a run: it gets no further lease and no further batch until Resume. A queued run gets
+    its workers meanwhile.
+    """
     Resume: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRequest, _run_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Continues a paused run, or a failed run from its last state."""
+    """Continues a paused run, or queues it if another run has its workers. Queues a failed run, from its last state."""
     DropGroups: _aio.UnaryUnaryMultiCallable[_run_pb2.DropGroupsRequest, _run_pb2.DropGroupsResponse]  # type: ignore[assignment]
     """Drops groups of a batch that is fixed and not trained, as dropped(by_request). The batch is fixed anew. The run has
     to be paused.
@@ -129,7 +133,9 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.PauseResponse, _abc.Awaitable[_run_pb2.PauseResponse]]:
-        """Pauses a run: it gets no further lease and no further batch until Resume."""
+        """Pauses a run: it gets no further lease and no further batch until Resume. A queued run gets
+        its workers meanwhile.
+        """
 
     @_abc_1.abstractmethod
     def Resume(
@@ -137,7 +143,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ResumeResponse, _abc.Awaitable[_run_pb2.ResumeResponse]]:
-        """Continues a paused run, or a failed run from its last state."""
+        """Continues a paused run, or queues it if another run has its workers. Queues a failed run, from its last state."""
 
     @_abc_1.abstractmethod
     def DropGroups(
