@@ -6,9 +6,9 @@
 With a storage key each row is encrypted (`paceline/files/line_file.py`), and readers need the same key.
 
 Promise: the folder stays below its size limit; the oldest files are removed. A request is written before its answer is
-sent, feedback before it is confirmed; both survive the end of the process, not a power cut. Feedback counts
-once: the same score again changes nothing, another score is refused. One thread writes; only requests under way, a
-bounded number, wait for it.
+sent, feedback before it is confirmed; both survive the end of the process, not a power cut. Feedback counts once:
+repeating the same score changes nothing, another score is refused. Files and lines of another kind in the folder are
+left out with a warning. One thread writes; only requests under way wait for it, and their number is bounded.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from paceline.chat.messages import Json
+from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, NotFound, Unavailable
 from paceline.files.line_file import HEADER_BYTES, LineReader, LineWriter, stored_size
@@ -34,14 +36,15 @@ from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.rollout.openai.server import FeedbackAsk
 
 REQUESTS, RATED = "requests", "rated"
-NAME = re.compile(r"(requests|rated)-(\d{6,})\.jsonl")
+NAME = re.compile(r"(requests|rated)-([0-9]{6,15})\.jsonl")
 PARTS = 16
 """Number of files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
 SCORE_BYTES = 32
 MAX_OPEN = 100_000
 """Number of the newest choices that can get feedback."""
 
-seldom = RateLimitedLog(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
+seldom = RateLimitedLog(log)
 Key = tuple[str, int]
 ResultT = TypeVar("ResultT")
 
@@ -143,8 +146,9 @@ class TraceLog:
     def _next_file(self, kind: str) -> LineWriter:
         if kind in self._files:
             self._files.pop(kind).close()
-        numbers = [number for number, _ in self._parts(kind)]
-        path = self._folder / f"{kind}-{max(numbers, default=0) + 1:06}.jsonl"
+        names = filter(None, map(NAME.fullmatch, os.listdir(self._folder)))
+        number = max((int(match[2]) for match in names if match[1] == kind), default=0) + 1
+        path = self._folder / f"{kind}-{number:06}.jsonl"
         self._make_room()
         self._files[kind] = LineWriter(path, self._key)
         return self._files[kind]
@@ -162,16 +166,20 @@ class TraceLog:
             path.unlink()
 
     def _parts(self, kind: str) -> list[tuple[int, Path]]:
-        matches = [(NAME.fullmatch(path.name), path) for path in self._folder.iterdir()]
+        """Return number and path of the files of a kind, oldest first. Folders, links and devices are left out."""
+        with os.scandir(self._folder) as entries:
+            files = [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
+        matches = [(NAME.fullmatch(path.name), path) for path in files]
         return sorted((int(match[2]), path) for match, path in matches if match and match[1] == kind)
 
     def _read(self, choice: _Choice) -> Json | None:
+        """Return the row of a choice; None when its file is gone or was changed."""
         try:
             with LineReader(choice.file, self._key) as file:
-                row: Json = json.loads(file.read_at(choice.offset))
-        except FileNotFoundError:
+                line = file.read_at(choice.offset)
+        except (FileNotFoundError, WrongKey):
             return None
-        return row
+        return _row(line)
 
     def _note(self, key: Key, choice: _Choice) -> None:
         self._open[key] = choice
@@ -179,18 +187,58 @@ class TraceLog:
             self._open.popitem(last=False)
 
     def _read_earlier(self) -> None:
-        """Load the choices of earlier processes. A process that was killed may have left half a row, which is cut off."""
+        """Load the choices of earlier processes. A process that was killed may have left half a row, which is cut off.
+        Raises WrongKey for traces under another storage key."""
+        left_out = 0
         for kind in (REQUESTS, RATED):
             for _, path in self._parts(kind):
-                _cut_half_row(path)
-                with LineReader(path, self._key) as file:
-                    for offset, _, line in file:
-                        row = json.loads(line)
-                        key = row["id"], row["choice"]
-                        if kind == REQUESTS:
-                            self._note(key, _Choice(path, offset))
-                        elif key in self._open:
-                            self._open[key].score = row["final_reward"]
+                try:
+                    _cut_half_row(path)
+                    with LineReader(path, self._key) as file:
+                        left_out += sum(not self._take(kind, path, *line) for line in _lines(file))
+                except OSError as error:
+                    log.warning("the traces in %s cannot be read and get no feedback: %s", path, error)
+        if left_out:
+            log.warning("%d lines of the files in %s are not traces, and are left out", left_out, self._folder)
+
+    def _take(self, kind: str, path: Path, offset: int, line: bytes) -> bool:
+        """Load the choice of a line; return whether the line is a trace."""
+        row = _row(line)
+        if row is None:
+            return False
+        key = row["id"], row["choice"]
+        if kind == REQUESTS:
+            self._note(key, _Choice(path, offset))
+        elif key in self._open:
+            self._open[key].score = row["final_reward"]
+        return True
+
+
+def _lines(file: LineReader) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset of each line and the line; an encrypted line that is damaged is empty."""
+    for start, _, stored in file.stored():
+        try:
+            yield start, file.opened(stored, start)
+        except WrongKey:
+            yield start, b""
+
+
+def _row(line: bytes) -> Json | None:
+    """Return the trace of a line; None for any other content."""
+    try:
+        row = json.loads(line, parse_float=_finite, parse_constant=_finite)
+        match row:
+            case {"id": str(), "choice": int(), "completion": _, "final_reward": None | int() | float() as score}:
+                return row if score is None or math.isfinite(score) else None
+    except (ValueError, OverflowError, RecursionError):
+        pass
+    return None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} cannot be written as JSON again")
+    return number
 
 
 def _line(row: Json) -> bytes:

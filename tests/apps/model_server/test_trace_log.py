@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,61 @@ async def test_a_process_that_was_killed_loses_nothing_that_it_confirmed(tmp_pat
         await log.record("d", [ROW])
     assert [row["id"] for row in rows(tmp_path, "requests")] == ["a", "b", "d"]
     assert [(row["id"], row["final_reward"]) for row in rows(tmp_path, "rated")] == [("a", 1.0), ("b", 0.0)]
+
+
+FOREIGN = (
+    b'{"event": "start"}',
+    b"\xff\xfe\x00no text",
+    b"[1, 2]",
+    b"",
+    b"[" * 100_000,
+    b'{"id": ["a"], "choice": 0, "completion": "2", "final_reward": null}',
+    b'{"id": "b", "choice": 0, "completion": "2", "final_reward": NaN}',
+    b'{"id": "b", "choice": 0, "completion": "2", "final_reward": 1e999}',
+    b'{"id": "b", "choice": 0, "completion": "2", "final_reward": ' + b"9" * 400 + b"}",
+    b'{"id": "b", "choice": 0, "completion": "2", "final_reward": "good"}',
+)
+
+
+async def test_lines_of_another_kind_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as log:
+        await log.record("a", [ROW, ROW])
+        await log.rate(feedback(0.5))
+    for kind in ("requests", "rated"):
+        path = tmp_path / f"{kind}-000001.jsonl"
+        path.write_bytes(b"".join(line + b"\n" for line in (*FOREIGN, *path.read_bytes().splitlines(), *FOREIGN)))
+    with opened(tmp_path) as log:
+        assert f"{4 * len(FOREIGN)} lines" in caplog.text
+        assert (await log.rate(feedback(0.5)))["duplicate"]
+        assert not (await log.rate(feedback(1.0, index=1)))["duplicate"]
+        with pytest.raises(NotFound):
+            await log.rate(feedback(1.0, "b"))
+
+
+async def test_folders_links_and_devices_are_left_out(tmp_path: Path) -> None:
+    folder, other = tmp_path / "traces", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("half a line")
+    (folder / "requests-000001.jsonl").mkdir()
+    (folder / "requests-000002.jsonl").symlink_to(other)
+    (folder / "rated-000001.jsonl").symlink_to("/dev/zero")
+    (folder / f"rated-{'9' * 200}.jsonl").write_text("{}")
+    os.mkfifo(folder / "rated-000003.jsonl")
+    with opened(folder, PARTS * 400) as log:
+        for number in range(60):
+            await log.record(f"{number}", [ROW])
+        assert not (await log.rate(feedback(1.0, "59")))["duplicate"]
+    assert other.read_text() == "half a line"
+    assert (folder / "rated-000004.jsonl").exists()
+
+
+async def test_a_row_that_was_changed_in_its_file_gets_no_feedback(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        await log.record("a", [ROW])
+        path = tmp_path / "requests-000001.jsonl"
+        path.write_bytes(b"?" * path.stat().st_size)
+        with pytest.raises(NotFound):
+            await log.rate(feedback(1.0))
 
 
 async def test_the_folder_stays_below_its_bound_and_requests_go_first(tmp_path: Path) -> None:
