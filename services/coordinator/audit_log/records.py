@@ -6,11 +6,13 @@ field, which names the hash before. So a changed, removed, added or moved record
 Promises: the operating system has a record when `append` returns, so the death of the process loses none; the caller
 syncs it to the disk. Files are only appended to. After MAX_FILE_BYTES a new file begins, whose first record continues
 the chain; beyond MAX_FILES the oldest is deleted, and the table `audit_heads` keeps its last hash. An incomplete line
-after a power cut is cut off when the log is opened.
+after a power cut is cut off when the log is opened. What is no file of the log, such as a folder or a link to a device,
+is never read: the log continues in the next file.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,10 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.errors import LedgerFault
 from paceline.files.whole_file import sync_folder
+from paceline.host.regular_file import open_regular
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 MAX_TEXT = 512
@@ -74,7 +77,7 @@ def chained(sequence: int, time_s: float, entry: Entry, previous: str) -> tuple[
     texts = {
         name: value[:MAX_TEXT] if isinstance(value, str) else value
         for name, value in vars(entry).items()
-        if value not in ("", (), 1)
+        if name in ("what", "result") or value not in ("", (), 1)
     }
     when = datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds")
     body = _json({"sequence": sequence, "time": when, **texts, "previous": previous})
@@ -89,8 +92,13 @@ def read_line(line: bytes) -> AuditRecord:
         raise ValueError("the line is not a record")
     given = end[len(_HASH) : -2].decode("ascii", "replace")
     if hashlib.sha256(body).hexdigest() != given:
-        raise ValueError("the hash of the record is not the hash of its content")
-    fields = json.loads(line)
+        raise ValueError("its hash is not that of its content")
+    try:
+        fields = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError("it is not an object")
     sequence, time, previous = fields.get("sequence"), fields.get("time"), fields.get("previous")
     if not (isinstance(sequence, int) and isinstance(time, str) and isinstance(previous, str)):
         raise ValueError("the record lacks its sequence, time or previous hash")
@@ -104,7 +112,7 @@ def _json(fields: dict[str, Any]) -> bytes:
 MAX_FILE_BYTES = 16 << 20
 MAX_FILES = 64
 """Largest number of files that are kept; together they have 1 GB."""
-NAME = re.compile(r"(\d{6,})\.jsonl")
+NAME = re.compile(r"([0-9]{6,12})\.jsonl")
 
 
 def audit_files(folder: Path) -> dict[int, Path]:
@@ -116,14 +124,26 @@ def audit_files(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of the log for reading. Raises OSError, also for a folder or a device, and for a file that is larger
+    than any file of a log."""
+    file = open_regular(path)
+    if (size := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES + MAX_LINE_BYTES:
+        file.close()
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than a file of an audit log", str(path))
+    return file
+
+
 def end_of(path: Path) -> tuple[AuditHead, int]:
     """Return the newest complete record of a file (`NONE` without one) and the number of bytes of the incomplete line
-    after it. Raises ValueError if the last complete line is no record."""
-    with path.open("rb") as file:
+    after it. Raises ValueError if the last complete line is no record, and OSError as `open_file` does."""
+    with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 2 * MAX_LINE_BYTES))
         content = file.read()
     whole, _, torn = content.rpartition(b"\n")
+    if len(torn) > MAX_LINE_BYTES:
+        raise ValueError(f"it ends with {len(torn):,} bytes without a line end")
     if not whole:
         return NONE, len(torn)
     record = read_line(whole.rpartition(b"\n")[2])
@@ -134,14 +154,14 @@ def has_record(folder: Path, head: AuditHead) -> bool:
     """Return whether the files have the record `head`, or had it before their oldest file was deleted."""
     files = list(audit_files(folder).values())
     for path in reversed(files):
-        with path.open("rb") as file:
-            lines = file.read().splitlines()
         try:
+            with open_file(path) as file:
+                lines = file.read().splitlines()
             first = read_line(lines[0]).sequence if lines else head.sequence + 1
             if first <= head.sequence:
                 index = head.sequence - first
                 return index < len(lines) and read_line(lines[index]).hash == head.hash
-        except ValueError:
+        except (ValueError, OSError):
             return False
     return bool(files) and next(iter(audit_files(folder))) > 1
 
@@ -167,7 +187,8 @@ class AuditFiles:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._numbers = list(audit_files(folder))
             self.head = self._find_end(head)
-            self._open(self._numbers[-1] if self._numbers else 1)
+            newest = self._numbers[-1] if self._numbers else 1
+            self._open(newest if _ends_with_line(folder / _name(newest)) else newest + 1)
         except OSError as error:
             raise LedgerFault(f"the audit log {folder} cannot be written: {error}") from error
 
@@ -200,8 +221,9 @@ class AuditFiles:
             path = self._folder / _name(number)
             try:
                 end, torn_bytes = end_of(path)
-            except ValueError as fault:
-                self.repaired.append(f"the last record of {path.name} is damaged: {fault}")
+            except (ValueError, OSError) as fault:
+                why = fault.strerror if isinstance(fault, OSError) else fault
+                self.repaired.append(f"the last record of {path.name} is damaged: {why}")
                 return recorded
             if torn_bytes:
                 os.truncate(path, path.stat().st_size - torn_bytes)
@@ -229,6 +251,18 @@ class AuditFiles:
         if number not in self._numbers:
             self._numbers.append(number)
         sync_folder(self._folder)
+
+
+def _ends_with_line(path: Path) -> bool:
+    """Return whether records can be appended to a file, which may be missing."""
+    try:
+        with open_file(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            return file.read() in (b"", b"\n")
+    except FileNotFoundError:
+        return not path.is_symlink()
+    except OSError:
+        return False
 
 
 def _name(number: int) -> str:

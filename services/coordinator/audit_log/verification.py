@@ -9,13 +9,14 @@ record. An attacker who can rewrite log, ledger and every manifest together is n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.files.names import AUDIT_NAME, CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.services.coordinator.audit_log.records import MAX_FILES, AuditRecord, audit_files, end_of, read_line
+from paceline.services.coordinator.audit_log.records import MAX_FILES, AuditRecord, audit_files, end_of, open_file, read_line
+from paceline.services.coordinator.ledger.database import is_copy
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
@@ -50,21 +51,32 @@ def check_end(ledger: Ledger, report: VerifyReport) -> None:
     end = NONE
     with report.reading(SUBJECT, "its last record"):
         end = next((end for path in reversed(files) if (end := end_of(path)[0]).sequence), NONE)
-    if files and end.sequence < newest.sequence:
+    if not files and is_copy(ledger.path, ledger.key):  # a copy of a ledger has no log beside it
+        if newest.sequence:
+            report.facts["audit_log"] = f"missing beside this copy, which has record {newest.sequence}"
+        return
+    if end.sequence < newest.sequence:
         report.problem(SUBJECT, f"the log ends with record {end.sequence}, but the ledger has record {newest.sequence}")
     if files:
         report.facts["audit_log"] = f"{end.sequence} records; `paceline audit verify` checks them"
-    elif newest.sequence:  # a copy of a ledger has no log beside it
-        report.facts["audit_log"] = f"missing beside this ledger, which has record {newest.sequence}"
 
 
-def records(folder: Path) -> Iterator[AuditRecord]:
-    """Yield the records, the oldest first. Raises ValueError for a damaged one; an incomplete last line is left out."""
+def records(folder: Path, damaged: Callable[[str], None]) -> Iterator[AuditRecord]:
+    """Yield the readable records, the oldest first; an incomplete last line is left out. `damaged` is called for every
+    other line, and for a file that is none of a log."""
     for path in audit_files(folder).values():
-        with path.open("rb") as file:
-            for line in file:
+        try:
+            with open_file(path) as file:
+                lines = file.read().splitlines(keepends=True)
+        except OSError as error:
+            damaged(f"{path.name}: {error.strerror}")
+            continue
+        for line in lines:
+            try:
                 if line.endswith(b"\n"):
                     yield read_line(line[:-1])
+            except ValueError as fault:
+                damaged(f"{path.name}: {fault}")
 
 
 class _Chain:
@@ -72,7 +84,7 @@ class _Chain:
 
     def __init__(self, report: VerifyReport, heads: dict[int, AuditHead], named: dict[str, AuditHead]):
         self._report, self._heads = report, heads
-        self.head = NONE
+        self.head, self._is_first = NONE, True
         self._expected: dict[int, list[tuple[str, str]]] = {}
         """Expected hashes, each as (source, hash). The key is the number of the record."""
         for number, head in heads.items():
@@ -81,10 +93,12 @@ class _Chain:
             self._expected.setdefault(head.sequence, []).append((f"the manifest {place}", head.hash))
 
     def follow(self, number: int, path: Path) -> None:
-        if not self.head.sequence and number > 1:  # the oldest file that is kept
+        """Check the records of a file."""
+        if self._is_first and number > 1:  # the oldest file that is kept
             self.head = self._heads.get(number - 1, NONE)
             self._expected = {each: hashes for each, hashes in self._expected.items() if each > self.head.sequence}
-        with path.open("rb") as file:
+        self._is_first = False
+        with self._report.reading(f"file {number}"), open_file(path) as file:
             for index, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     self._report.facts["unfinished_bytes"] = len(line)
@@ -124,12 +138,15 @@ class _Chain:
 
 def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int, AuditHead], max_files: int) -> None:
     """Check that no file is missing, except the oldest files, which are deleted when there are too many."""
-    for number in range(1, max([*files, *heads], default=0) + 1):
-        if number not in files and not (number < min(files, default=0) and len(files) >= max_files):
-            head = heads.get(number, NONE)
-            report.problem(
-                f"file {number}", f"the file is missing; its last record was {head.sequence or 'never recorded'}"
-            )
+    first = min(files, default=0) if len(files) >= max_files else 1
+    before = first - 1
+    for number in sorted(each for each in {*files, *heads} if each >= first):
+        if number > before + 1:
+            report.problem(f"file {before + 1}", f"the files {before + 1} to {number - 1} are missing")
+        if number not in files:
+            last = heads[number].sequence or "never recorded"
+            report.problem(f"file {number}", f"the file is missing; its last record was {last}")
+        before = number
 
 
 def _named_by_manifests(ledger: Ledger, report: VerifyReport) -> Iterator[tuple[str, AuditHead]]:

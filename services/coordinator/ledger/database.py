@@ -159,11 +159,21 @@ def is_backup(ledger: Path, key: StorageKey | None = None) -> bool:
         return False
     if key is not None:
         return application_id(ledger, key) == MARK
-    with ledger.open("rb") as file:
-        header = file.read(100)
-    is_marked = header[APPLICATION_ID : APPLICATION_ID + 4] == MARK.to_bytes(4, "big")
     # Copies by other programs have no mark. A coordinator's ledger always has a log, a copy never.
-    return is_marked or (header[JOURNAL : JOURNAL + 1] == b"\1" and Path(f"{ledger}-wal").exists())
+    return _is_marked(ledger) or (is_copy(ledger) and Path(f"{ledger}-wal").exists())
+
+
+def is_copy(ledger: Path, key: StorageKey | None = None) -> bool:
+    """Return whether this is a backup, or a copy by SQLite, that no coordinator has opened."""
+    if key is not None:
+        return is_backup(ledger, key)
+    with ledger.open("rb") as file:
+        return file.read(100)[JOURNAL : JOURNAL + 1] == b"\1" or _is_marked(ledger)
+
+
+def _is_marked(ledger: Path) -> bool:
+    with ledger.open("rb") as file:
+        return file.read(100)[APPLICATION_ID : APPLICATION_ID + 4] == MARK.to_bytes(4, "big")
 
 
 def set_aside(ledger: Path) -> Path | None:

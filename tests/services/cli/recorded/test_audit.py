@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from paceline.services.cli.main import main
 from paceline.services.coordinator.audit_log.log import AuditLog
 from paceline.services.coordinator.audit_log.records import Entry
+from paceline.services.coordinator.audit_log.verification import records
 from paceline.services.coordinator.ledger.ledger import Ledger
 
 
@@ -52,10 +54,32 @@ def test_the_newest_records_are_shown(directory: Path) -> None:
 
 @pytest.mark.parametrize("options", [("--json",), ("--json", "--all")])
 def test_all_fields_are_exported_as_json_lines(directory: Path, options: tuple[str, ...]) -> None:
-    records = [json.loads(line) for line in run(directory, "show", *options).splitlines()]
-    assert [record["sequence"] for record in records] == [1, 2, 3, 4]
-    assert (records[1]["who"], records[1]["subject"]) == ("ann", "sums-1")
-    assert records[2]["previous"] == records[1]["hash"]
+    found = [json.loads(line) for line in run(directory, "show", *options).splitlines()]
+    assert [record["sequence"] for record in found] == [1, 2, 3, 4]
+    assert (found[1]["who"], found[1]["subject"]) == ("ann", "sums-1")
+    assert found[2]["previous"] == found[1]["hash"]
+
+
+def test_records_without_usual_fields_are_shown(directory: Path) -> None:
+    with closing(Ledger(directory / "ledger.sqlite")) as ledger:
+        log = AuditLog(ledger)
+        log.record(Entry("", "PERMISSION_DENIED", why="nameless"))
+        log.close()
+    path, newest = directory / "audit" / "000001.jsonl", list(records(directory / "audit", pytest.fail))[-1]
+    body = {"sequence": newest.sequence + 1, "time": "", "count": "many", "why": 3, "previous": newest.hash}
+    text = json.dumps(body, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(path.read_text() + text[:-1] + f',"hash":"{digest}"}}\n')
+    assert "nameless" in run(directory, "show")
+    assert "×many" in run(directory, "show")
+
+
+def test_a_log_that_is_no_file_is_an_error_of_both(directory: Path) -> None:
+    path = directory / "audit" / "000001.jsonl"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert "a device" in run(directory, "show", status=1)
+    assert "a device" in run(directory, "verify", status=1)
 
 
 def test_damage_is_an_error_of_both(directory: Path) -> None:

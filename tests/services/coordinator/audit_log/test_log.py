@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 
 
 def whats(log: AuditLog) -> list[str]:
-    return [record.fields["what"] for record in records(log.folder)]
+    return [record.fields["what"] for record in records(log.folder, pytest.fail)]
 
 
 async def test_a_record_is_in_the_file_at_once_and_in_the_ledger_soon(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_refusals_are_limited_and_changes_are_not(tmp_path: Path) -> None:
             log.record(Entry("x/Y", "UNAUTHENTICATED"))
             log.record(Entry("x/Z"))
         log.close()
-        found = [record.fields for record in records(log.folder)]
+        found = [record.fields for record in records(log.folder, pytest.fail)]
     assert sum(fields["what"] == "x/Z" for fields in found) == FIRST + 5
     refused = [fields for fields in found if fields["what"] == "x/Y"]
     assert [fields.get("count", 1) for fields in refused] == [1] * FIRST + [5]
@@ -100,7 +100,7 @@ def test_the_next_start_records_what_it_found(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
         log = AuditLog(ledger)
-        *_, newest = records(log.folder)
+        *_, newest = records(log.folder, pytest.fail)
         assert newest.sequence == 3
         assert newest.fields["why"] == "the ledger has record 2, but the files end with record 1"
         log.close()

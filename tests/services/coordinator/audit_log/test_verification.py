@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import time
@@ -15,6 +16,7 @@ import pytest
 from paceline.services.coordinator.audit_log.log import AuditLog
 from paceline.services.coordinator.audit_log.records import MAX_FILES, AuditFiles, Entry, chained
 from paceline.services.coordinator.audit_log.verification import check_end, records, verify
+from paceline.services.coordinator.ledger.backup import back_up
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
@@ -35,7 +37,7 @@ def add_records(directory: Path, number: int) -> None:
         log = AuditLog(ledger)
         for index in range(number):
             log.record(Entry("x/Y", subject=f"run-{index}"))
-        newest = list(records(log.folder))[-1]
+        newest = list(records(log.folder, lambda fault: None))[-1]
         log.close()
     head = AuditHead(newest.sequence, newest.hash)
     checkpoint = directory / "sums-1" / "checkpoints" / f"1-{head.sequence}"
@@ -126,6 +128,87 @@ def test_an_end_that_was_cut_off_is_named(directory: Path, kept: int) -> None:
 def test_a_log_that_is_gone_is_named(directory: Path) -> None:
     shutil.rmtree(directory / "audit")
     assert problems(directory)[0] == "file 1: the file is missing; its last record was 6"
+
+
+def replace_by_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def replace_by_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def replace_by_full_disk(path: Path) -> None:
+    path.symlink_to("/dev/full")
+
+
+def replace_by_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def replace_by_long_line(path: Path) -> None:
+    path.write_bytes(bytes(1 << 20))
+
+
+def replace_by_a_terabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def replace_by_nothing(path: Path) -> None:
+    pass
+
+
+def replace_by_dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        replace_by_folder,
+        replace_by_zeros,
+        replace_by_full_disk,
+        replace_by_pipe,
+        replace_by_long_line,
+        replace_by_a_terabyte,
+        replace_by_nothing,
+        replace_by_dangling_link,
+    ],
+)
+def test_a_log_that_is_no_file_is_named_and_the_next_start_goes_on_in_the_next_file(
+    directory: Path, replace: Tamper
+) -> None:
+    path = directory / "audit" / "000001.jsonl"
+    path.unlink()
+    replace(path)
+    with closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
+        at_end = VerifyReport()
+        check_end(ledger, at_end)
+        assert at_end.problems
+    assert problems(directory)
+    add_records(directory, 1)
+    with closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
+        at_end = VerifyReport()
+        check_end(ledger, at_end)
+        assert at_end.problems == []
+    assert any("1" in each for each in problems(directory))
+
+
+def test_a_file_with_a_huge_number_is_named(directory: Path) -> None:
+    (directory / "audit" / "999999999999.jsonl").write_bytes(b"")
+    assert "file 2: the files 2 to 999999999998 are missing" in problems(directory)
+
+
+def test_a_copy_of_a_ledger_needs_no_log(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    copy = tmp_path_factory.mktemp("copy") / "ledger.sqlite"
+    with closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
+        back_up(ledger, copy)
+    with closing(Ledger(copy, read_only=True)) as ledger:
+        report = VerifyReport()
+        check_end(ledger, report)
+    assert report.problems == []
+    assert "missing beside this copy" in report.facts["audit_log"]
 
 
 def test_a_last_line_cut_in_its_middle_is_a_cut_end(directory: Path) -> None:
