@@ -9,6 +9,7 @@ import functools
 import logging
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.calls.backoff import to_metadata
 from paceline.errors import Busy, Conflict, PacelineError
+from paceline.host.process import end_process
 from paceline.rate_limited_log import SeldomFilter, unforeseen
 from paceline.services.common.access.insecure import REMIND_S, insecurity
 from paceline.services.common.access.tls import server_credentials
@@ -228,9 +230,22 @@ def _is_taken(host: str, port: int) -> bool:
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Run `main` with an event that SIGTERM and SIGINT set, after which `main` should end. A PacelineError ends the
-    process with its message and status 1, any other exception with its traceback."""
+    process with its message and status 1, any other exception with its traceback. A thread that still waits THREADS_S
+    after the end of `main`, such as for a server that never answers, ends with the process."""
+    overdue = threading.Timer(THREADS_S, _end_with_threads)
+    overdue.daemon = True
+
+    async def run() -> None:
+        try:
+            await _until_signal(main)
+        except BaseException as error:
+            overdue.args = (1, error)
+            raise
+        finally:
+            overdue.start()
+
     try:
-        asyncio.run(_until_signal(main))
+        asyncio.run(run())
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
     except ExceptionGroup as group:
@@ -240,6 +255,17 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         while isinstance(fault, ExceptionGroup):
             fault = fault.exceptions[0]
         raise click.ClickException(str(fault)) from None
+    finally:
+        overdue.cancel()
+
+
+THREADS_S = 10.0
+
+
+def _end_with_threads(status: int = 0, error: BaseException | None = None) -> None:
+    why = f": {error}" if error is not None else ""
+    log.warning("a thread did not end within %g s, and the process ends without it%s", THREADS_S, why)
+    end_process(status)
 
 
 async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:

@@ -15,7 +15,14 @@ from typing import Any
 
 from paceline.files.names import AUDIT_NAME, CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.services.coordinator.audit_log.records import MAX_FILES, AuditRecord, audit_files, end_of, open_file, read_line
+from paceline.services.coordinator.audit_log.records import (
+    MAX_FILES,
+    AuditRecord,
+    audit_files,
+    end_of,
+    open_file,
+    read_line,
+)
 from paceline.services.coordinator.ledger.database import is_copy
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger

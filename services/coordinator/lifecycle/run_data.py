@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -70,7 +71,35 @@ def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | No
 
 
 MAX_OPENINGS = 16
+OPENING_S = 1800.0
+"""Longest time in which the data sets of a run have to open; a store's large files are copied in it."""
 T = TypeVar("T")
+
+
+async def on_own_thread(work: Callable[[], T], limit_s: float = OPENING_S) -> T:
+    """Return the result of `work`, which may wait for a server that never answers. Its thread is none of the loop's
+    pool, so other work goes on, and does not delay the end of the process. Raises its errors, and Unreadable after
+    `limit_s` seconds; its thread then continues."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def put(put_into: Callable[[Any], None], outcome: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: done.done() or put_into(outcome))
+
+    def run() -> None:
+        try:
+            put(done.set_result, work())
+        except BaseException as error:
+            put(done.set_exception, error)
+
+    threading.Thread(target=run, name="data", daemon=True).start()
+    await asyncio.wait((done,), timeout=limit_s)
+    if not done.done():
+        raise Unreadable(
+            f"the data sets were not open after {limit_s:g} s; check that the servers of their URLs answer"
+        )
+    return done.result()
 
 
 class Openings:
@@ -85,7 +114,7 @@ class Openings:
         task = self._tasks.get(submission)
         if task is None:
             self._make_room()
-            task = asyncio.create_task(asyncio.to_thread(work))
+            task = asyncio.create_task(on_own_thread(work))
             self._tasks[submission] = task
         await asyncio.wait((task,))  # the task continues if this caller is cancelled
         if self._tasks.get(submission) is task:

@@ -10,6 +10,7 @@ import logging
 import math
 import sqlite3
 import time
+from functools import partial
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import DataError, PacelineError, SpecError
@@ -19,10 +20,16 @@ from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.commands import started_facts
-from paceline.services.coordinator.lifecycle.run_data import RunBundles, changed_data_warnings
+from paceline.services.coordinator.lifecycle.run_data import (
+    RunBundles,
+    RunData,
+    changed_data_warnings,
+    on_own_thread,
+)
 from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import RETRIED, Faults
 from paceline.services.coordinator.pool.pool import Pool
+from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run, spec_to_yaml
 
 
@@ -63,6 +70,8 @@ def _summarize(context: RunContext, run_id: str) -> None:
 
 
 log = logging.getLogger(__name__)
+WAIT_S = 1.0
+"""Seconds in which most data sets open; the coordinator's other duties wait no longer."""
 
 
 class RunStarter:
@@ -79,9 +88,12 @@ class RunStarter:
         self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
         self._prompts, self._bundles = prompts, bundles
         self._backoff = ExponentialBackoff()
+        self._opening: tuple[tuple[str, str], asyncio.Task[RunData]] | None = None
+        """Run and bundle whose data sets are being opened, and the opening."""
 
     async def start_next(self) -> None:
-        """Start the run that is due, if none is active and the back-off after the last attempt is over."""
+        """Start the run that is due, if none is active and the back-off after the last attempt is over. If its data
+        sets take long to open, a later call starts it."""
         if self._exchange.active is not None or time.monotonic() < self._delays.start_again_s:
             return
         row = self._ledger.due_run(self._delays.passed_over) or self._ledger.due_run()
@@ -94,7 +106,9 @@ class RunStarter:
             await self._pass_over(row, error)
             return
         try:
-            data = await asyncio.to_thread(self._bundles.open_data, spec, self._ledger.bundle(run_id))
+            data = await self._opened(run_id, spec)
+            if data is None:
+                return
             directory = self._ledger.run_directory(run_id)
             self._context.run_log.open(run_id, directory, tensorboard=spec.logger.tensorboard)
         except (PacelineError, OSError) as error:
@@ -106,6 +120,21 @@ class RunStarter:
         run = ActiveRun(run_id, spec, data.prompts, data.validation, worker_yaml)
         if await self._activate(run, warnings):
             await self._announce(run)
+
+    async def _opened(self, run_id: str, spec: RunSpec) -> RunData | None:
+        """Return the data sets of a run; None while they are being opened, so that the other duties go on. Raises
+        DataError, Unreadable."""
+        key = run_id, self._ledger.bundle(run_id)
+        if self._opening is None or self._opening[0] != key:
+            opening = asyncio.create_task(on_own_thread(partial(self._bundles.open_data, spec, key[1])))
+            opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may fetch it
+            self._opening = key, opening
+        opening = self._opening[1]
+        await asyncio.wait((opening,), timeout=WAIT_S)
+        if not opening.done():
+            return None
+        self._opening = None
+        return opening.result()
 
     async def _activate(self, run: ActiveRun, warnings: list[str]) -> bool:
         """Make a run the active run; return False if it was cancelled while its data were opened."""

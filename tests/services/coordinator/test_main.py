@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -112,6 +113,25 @@ def test_sigterm_does_not_wait_for_a_watcher(start: Start, tmp_path: Path) -> No
         assert process.wait(DEADLINE_S) == 0
         with pytest.raises(grpc.RpcError):
             list(events)
+
+
+def test_sigterm_does_not_wait_for_a_url_that_never_answers(start: Start, tmp_path: Path) -> None:
+    process, address = start(tmp_path / "runs", "--grace", "0")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        open_channel(address) as channel,
+        ThreadPoolExecutor(1) as client,
+    ):
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/train.jsonl"
+        spec = f"algorithm: sft\npolicy: {{model_name: none}}\ndata: {{train: '{url}'}}\n"
+        submit = client.submit(run_pb2_grpc.RunServiceStub(channel).Submit, run_pb2.SubmitRequest(spec_yaml=spec))
+        silent.settimeout(DEADLINE_S)
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
+        with pytest.raises(grpc.RpcError):
+            submit.result()
 
 
 def test_a_disk_that_refuses_ends_it_with_the_reason(start: Start, tmp_path: Path) -> None:

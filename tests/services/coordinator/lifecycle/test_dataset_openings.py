@@ -8,8 +8,8 @@ from collections.abc import Awaitable
 
 import pytest
 
-from paceline.errors import Busy, DataError
-from paceline.services.coordinator.lifecycle.run_data import MAX_OPENINGS, Openings
+from paceline.errors import Busy, DataError, Unreadable
+from paceline.services.coordinator.lifecycle.run_data import MAX_OPENINGS, Openings, on_own_thread
 
 PATIENCE_S = 60.0
 
@@ -53,3 +53,29 @@ async def test_openings_are_bounded_and_an_outcome_that_nobody_took_makes_room()
             await asyncio.sleep(0.01)
     outcomes = [await openings.open(str(number), lambda: "anew") for number in range(MAX_OPENINGS)]
     assert sorted(map(str, outcomes)) == [*["True"] * (MAX_OPENINGS - 1), "anew"], "one outcome was deleted, no more"
+
+
+async def test_openings_that_never_end_leave_the_threads_of_others_alone() -> None:
+    openings, go = Openings(), threading.Event()
+    waiting = [asyncio.create_task(openings.open(str(number), go.wait)) for number in range(MAX_OPENINGS)]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            assert await asyncio.to_thread(lambda: "answered") == "answered"
+    finally:
+        go.set()
+        await asyncio.wait(waiting)
+
+
+async def test_an_opening_that_takes_too_long_is_unreadable() -> None:
+    go = threading.Event()
+    try:
+        with pytest.raises(Unreadable, match="were not open after"):
+            await on_own_thread(go.wait, limit_s=0.01)
+    finally:
+        go.set()
+    with pytest.raises(TimeoutError, match="the store's own"):
+        await on_own_thread(raise_timeout)
+
+
+def raise_timeout() -> None:
+    raise TimeoutError("the store's own")

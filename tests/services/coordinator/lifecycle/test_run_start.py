@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from exchange_drivers import make_spec
 from paused_runs import impatient, next_state, put_on, reward, state_of
 
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle import run_start
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import run_pb2
 
@@ -38,6 +40,28 @@ async def test_a_run_whose_data_set_is_away_waits_for_it(tmp_path: Path) -> None
         await next_state(plane, run.run_id, paused, "running")
         assert (await state_of(plane, run.run_id)) == ("running", "")
     finally:
+        await plane.stop()
+
+
+async def test_a_data_set_that_does_not_open_delays_no_other_duty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_start, "WAIT_S", 0.01)
+    plane, go = impatient(Plane(tmp_path)), threading.Event()
+    await plane.start()
+    try:
+        starter, opened = plane.coordinator.starter, plane.coordinator.starter._bundles.open_data
+        await plane.submit()
+        monkeypatch.setattr(starter._bundles, "open_data", lambda *run: go.wait() and opened(*run))
+        await starter.start_next()
+        await starter.start_next()
+        assert plane.coordinator.exchange.active is None
+        go.set()
+        monkeypatch.setattr(run_start, "WAIT_S", 60.0)
+        await starter.start_next()
+        assert plane.coordinator.exchange.active is not None
+    finally:
+        go.set()
         await plane.stop()
 
 
