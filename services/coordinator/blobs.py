@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -23,12 +23,15 @@ from paceline.encryption.encrypted_file import WrongKey, encrypting, plaintext
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound
 from paceline.files.whole_file import sync_folder
+from paceline.host.regular_file import open_regular
 
 CHUNK_BYTES = 1 << 20
 QUOTA_BYTES = 64 << 30
 MAX_BLOB_BYTES = 8 << 30
 FULL_S = 60.0
 """Seconds after which a client may retry an upload that did not fit."""
+VERIFIED_BYTES = 2 << 30
+"""A request for missing files reads at most this many bytes to verify files, unless a file was found damaged before."""
 UNUSED_S = 3600.0
 """Seconds for which a file that no run refers to is kept, because the submission of its run may still arrive."""
 
@@ -54,6 +57,10 @@ class BlobStore:
         """Bytes of all files. A file in transfer counts with its full size. None until the files are counted."""
         self._sent: dict[str, int] = {}
         """Full size in bytes of each file in transfer, by SHA-256."""
+        self._verified: set[str] = set()
+        """Files whose content was verified since a damaged file was last found."""
+        self._is_suspect = False
+        """True if any file was found damaged."""
 
     def has(self, sha256: str) -> bool:
         """Return whether the store has a complete file, and set its time of use to now, so that it is not removed soon."""
@@ -64,15 +71,39 @@ class BlobStore:
             os.utime(path)
         return True
 
+    def missing(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the files that the store lacks, each with the offset at which its transfer continues. `sizes` has the
+        bytes of the requested files by SHA-256. Files are read first, and damaged ones are removed, so that one
+        request names all files that have to be sent again."""
+        left = VERIFIED_BYTES
+        for sha256 in sorted(filter(self.has, sizes), key=lambda each: sizes[each]):
+            if sha256 in self._verified:
+                continue
+            left -= sizes[sha256]
+            if left < 0 and not self._is_suspect:
+                break
+            try:
+                for _ in self.read(sha256):
+                    pass
+            except NotFound:
+                continue
+            except WrongKey:
+                if self._key is None:
+                    raise
+                _remove(self._path(sha256))  # its first bytes are damaged, because the ledger has this key
+        return {
+            sha256: received if (received := self.received(sha256)) <= size else 0
+            for sha256, size in sizes.items()
+            if not self.has(sha256)
+        }
+
     def received(self, sha256: str) -> int:
         """Return the number of bytes that a broken transfer has left; the next transfer continues from there."""
         _check_digest(sha256)
         if self._key is not None:
             return 0
-        try:
-            return (self._partial / sha256).stat().st_size
-        except OSError:
-            return 0
+        partial = self._partial / sha256
+        return partial.stat().st_size if partial.is_file() else 0
 
     def begin(self, sha256: str, size: int, offset: int) -> None:
         """Reserve the bytes of a partial file until `end`. Raises InvalidInput for a file that is too large; Busy
@@ -89,13 +120,15 @@ class BlobStore:
                 raise Conflict(
                     f"another client is sending the file {sha256[:12]}…; request the list of missing files again"
                 )
+            self._partial.mkdir(parents=True, exist_ok=True)
+            if self.received(sha256) > size or not (self._partial / sha256).is_file():
+                _remove(self._partial / sha256)
             received = self.received(sha256)
             if offset != received:
                 raise Conflict(
                     f"the file {sha256[:12]}… continues at byte {received}, not {offset}; request the list of missing files again"
                 )
             self._refuse_beyond_quota(size, received)
-            self._partial.mkdir(parents=True, exist_ok=True)
             free, needed = shutil.disk_usage(self._partial).free, size - received
             if free - needed < self._min_free_bytes:
                 raise Busy(
@@ -146,10 +179,15 @@ class BlobStore:
                 f"the file that was sent as {sha256[:12]}… ({size} bytes) has SHA-256 {found[:12]}… ({found_size} bytes): it "
                 "was changed during the transfer, or damaged; submit again"
             )
+        if not path.parent.is_dir():
+            _remove(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            _remove(path)
         partial.replace(path)
         sync_folder(path.parent)
         sync_folder(self._folder)
+        self._verified.add(sha256)
 
     def read(self, sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
         """Yield a range of a file in chunks; `length` 0 means up to the end. If the whole file is read, it is checked:
@@ -157,7 +195,7 @@ class BlobStore:
         digest = hashlib.sha256() if offset == 0 and length == 0 else None
         is_damaged = False
         with self._open(sha256) as file:
-            file.seek(offset)
+            file.seek(min(offset, file.seek(0, os.SEEK_END)))
             left = length or -1
             try:
                 while left and (chunk := file.read(min(CHUNK_BYTES, left) if left > 0 else CHUNK_BYTES)):
@@ -165,16 +203,19 @@ class BlobStore:
                     if digest is not None:
                         digest.update(chunk)
                     yield chunk
-            except WrongKey:  # the file could be opened, so the key is the right one
+            except (WrongKey, OSError):  # the file could be opened, so the key is the right one
                 is_damaged = True
         if is_damaged or (digest is not None and digest.hexdigest() != sha256):
-            self._path(sha256).unlink(missing_ok=True)
+            _remove(self._path(sha256))
+            self._verified, self._is_suspect = set(), True  # what has damaged this file may have damaged others
             raise NotFound(_gone(sha256))
+        if digest is not None:
+            self._verified.add(sha256)
 
     def _open(self, sha256: str) -> IO[bytes]:
         path = self._path(sha256)
         try:
-            return plaintext(path.open("rb"), str(path))
+            return plaintext(open_regular(path), str(path))
         except OSError:
             raise NotFound(_gone(sha256)) from None
 
@@ -218,6 +259,14 @@ class BlobStore:
     def _path(self, sha256: str) -> Path:
         _check_digest(sha256)
         return self._folder / sha256[:2] / sha256[2:]
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a folder or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _check_digest(sha256: str) -> None:

@@ -31,11 +31,9 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
         return await asyncio.to_thread(self._missing, request)
 
     def _missing(self, request: bundle_pb2.MissingRequest) -> bundle_pb2.MissingResponse:
-        response = bundle_pb2.MissingResponse()
-        for blob in request.blobs:
-            if not self._store.has(blob.sha256):
-                response.missing.add(sha256=blob.sha256, offset=self._store.received(blob.sha256))
-        return response
+        missing = self._store.missing({blob.sha256: blob.size for blob in request.blobs})
+        blobs = [bundle_pb2.MissingBlob(sha256=sha256, offset=offset) for sha256, offset in missing.items()]
+        return bundle_pb2.MissingResponse(missing=blobs)
 
     @with_status
     async def Put(
@@ -86,7 +84,7 @@ class Upload:
     def __init__(self, store: BlobStore):
         self._store = store
         self._file: IO[bytes] | None = None
-        self._sha256, self._size, self._position = "", 0, 0
+        self._sha256, self._size, self._position, self._begun_at = "", 0, 0, 0
         self.num_blobs = 0
 
     def take(self, sha256: str, size: int, offset: int, data: bytes) -> None:
@@ -95,35 +93,44 @@ class Upload:
         too large; Busy beyond the quota; Conflict if the client has to request the list of missing files again."""
         if len(data) > CHUNK_BYTES:
             raise InvalidInput(f"a part has {len(data)} bytes, but at most {CHUNK_BYTES} are allowed")
-        if sha256 != self._sha256:
+        if self._file is None or sha256 != self._sha256:
             self.finish()
             if self._store.has(sha256):  # another client has sent it in the meantime
                 return
-            self._begin(sha256, size, offset)
+            file = self._begin(sha256, size, offset)
+        else:
+            file = self._file
         if size != self._size or offset != self._position or offset + len(data) > size:
             raise InvalidInput(
                 f"the part at byte {offset} of {size} of the file {sha256[:12]}… does not follow byte {self._position} of "
                 f"{self._size}"
             )
-        assert self._file is not None
-        self._file.write(data)
+        file.write(data)
         self._position += len(data)
         if self._position == self._size:
-            self._file.close()
-            try:
-                self._store.complete(sha256, size)
-            finally:
-                self.close()
-            self.num_blobs += 1
+            file.close()
+            self._complete()
 
-    def _begin(self, sha256: str, size: int, offset: int) -> None:
+    def _begin(self, sha256: str, size: int, offset: int) -> IO[bytes]:
         self._store.begin(sha256, size, offset)
-        self._sha256, self._size, self._position = sha256, size, offset
+        self._sha256, self._size, self._position, self._begun_at = sha256, size, offset, offset
         try:
             self._file = self._store.open_partial(sha256)
         except BaseException:
             self.close()
             raise
+        return self._file
+
+    def _complete(self) -> None:
+        try:
+            self._store.complete(self._sha256, self._size)
+        except InvalidInput as fault:
+            if self._begun_at:  # the part that was here before may be what is damaged
+                raise Conflict(f"{fault}; request the list of missing files again") from None
+            raise
+        finally:
+            self.close()
+        self.num_blobs += 1
 
     def finish(self) -> None:
         """Raise Conflict if the last file is incomplete."""

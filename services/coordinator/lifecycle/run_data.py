@@ -83,15 +83,17 @@ async def on_own_thread(work: Callable[[], T], limit_s: float = OPENING_S) -> T:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def put(put_into: Callable[[Any], None], outcome: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(lambda: done.done() or put_into(outcome))
+    def finish(put: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():  # cancelled
+            put(outcome)
 
     def run() -> None:
         try:
-            put(done.set_result, work())
+            outcome: tuple[Callable[[Any], None], Any] = done.set_result, work()
         except BaseException as error:
-            put(done.set_exception, error)
+            outcome = done.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(finish, *outcome)
 
     threading.Thread(target=run, name="data", daemon=True).start()
     await asyncio.wait((done,), timeout=limit_s)

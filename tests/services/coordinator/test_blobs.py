@@ -60,6 +60,60 @@ def test_a_damaged_file_is_removed_so_that_it_is_sent_again(tmp_path: Path) -> N
     assert not store.has(digest)
 
 
+def test_all_damaged_and_missing_files_are_named_at_once(tmp_path: Path) -> None:
+    contents = [b"%d" % number * 100 for number in range(9)]
+    sizes = {sha(content): len(content) for content in contents}
+    digests = list(sizes)
+    for content in contents:
+        put(BlobStore(tmp_path), content)
+    paths = [tmp_path / digest[:2] / digest[2:] for digest in digests]
+    paths[0].write_bytes(b"")
+    paths[1].write_bytes(b"?" * 100)
+    paths[2].write_bytes(contents[2] + b"?")
+    paths[3].unlink()
+    paths[4].unlink()
+    paths[4].mkdir()
+    paths[5].unlink()
+    paths[5].symlink_to("/dev/zero")
+    paths[6].unlink()
+    os.mkfifo(paths[6])
+    paths[7].unlink()
+    paths[7].parent.rmdir()
+    paths[7].parent.write_text("no folder")
+    store = BlobStore(tmp_path)
+    assert store.missing(sizes) == dict.fromkeys(digests[:8], 0)
+    for content in contents:
+        put(store, content)
+    assert store.missing(sizes) == {}
+    assert [b"".join(store.read(digest)) for digest in digests] == contents
+
+
+def test_large_files_are_read_only_after_damage_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.services.coordinator.blobs.VERIFIED_BYTES", 5)
+    contents = [b"0123", b"01234567", b"012345678"]
+    sizes = {sha(content): len(content) for content in contents}
+    paths = [tmp_path / digest[:2] / digest[2:] for digest in sizes]
+    for content in contents:
+        put(BlobStore(tmp_path), content)
+    for path in paths[1:]:
+        path.write_bytes(b"damaged")
+    store = BlobStore(tmp_path)
+    assert store.missing(sizes) == {}
+    with pytest.raises(NotFound):
+        list(store.read(sha(contents[1])))
+    assert list(store.missing(sizes)) == [sha(content) for content in contents[1:]]
+
+
+def test_with_a_key_a_damaged_beginning_is_sent_again(tmp_path: Path, given_key: StorageKey) -> None:
+    store = BlobStore(tmp_path)
+    digest = put(store, b"0123456789")
+    path = tmp_path / digest[:2] / digest[2:]
+    whole = path.read_bytes()
+    for index in range(0, len(whole), 3):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
+        assert list(BlobStore(tmp_path).missing({digest: 10})) == [digest], index
+
+
 def test_quota_and_size_are_limits_before_a_byte_is_written(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, quota_bytes=25, max_blob_bytes=20)
     put(store, b"x" * 10)

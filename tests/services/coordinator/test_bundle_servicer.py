@@ -169,6 +169,7 @@ async def test_hostile_requests_are_refused(tmp_path: Path) -> None:
     hostile = bundle_pb2.MissingRequest(blobs=[bundle_pb2.BlobSize(sha256="../../x", size=1)])
     many = bundle_pb2.MissingRequest(blobs=[bundle_pb2.BlobSize(sha256="ab" * 32)] * 10_002)
     part = bundle_pb2.PutRequest(sha256="../../x", size=1, data=b"x")
+    before, whole = unforeseen.total, hashlib.sha256(b"x").hexdigest()
     async with serving(BlobStore(tmp_path / "blobs")) as call:
         invalid = grpc.StatusCode.INVALID_ARGUMENT
         assert await call(stub_call, "Missing", hostile) == invalid
@@ -179,6 +180,16 @@ async def test_hostile_requests_are_refused(tmp_path: Path) -> None:
         assert await call(stub_call, "Put", iter([short])) == grpc.StatusCode.FAILED_PRECONDITION
         beyond = bundle_pb2.PutRequest(sha256="cd" * 32, size=1, data=b"xy")
         assert await call(stub_call, "Put", iter([beyond])) == invalid
+        for empty in (bundle_pb2.PutRequest(), bundle_pb2.PutRequest(size=1), bundle_pb2.PutRequest(data=b"x")):
+            assert await call(stub_call, "Put", iter([empty])) == invalid
+            first = bundle_pb2.PutRequest(sha256=whole, size=1, data=b"x")
+            assert await call(stub_call, "Put", iter([first, empty])) == invalid
+        for number in (1 << 31, 1 << 63, (1 << 64) - 1):
+            huge = bundle_pb2.FetchRequest(sha256=whole, offset=number, length=number)
+            assert await call(lambda c, r: list(bundle_pb2_grpc.BundleServiceStub(c).Fetch(r)), huge) == []
+            part = bundle_pb2.PutRequest(sha256="ef" * 32, size=number, offset=number, data=b"x")
+            assert await call(stub_call, "Put", iter([part])) in (invalid, grpc.StatusCode.FAILED_PRECONDITION)
+    assert unforeseen.total == before
 
 
 async def test_a_part_that_is_no_message_is_its_senders_fault(tmp_path: Path) -> None:

@@ -45,6 +45,22 @@ def test_content_without_its_digest_is_removed(tmp_path: Path) -> None:
     assert store.has(DIGEST)
 
 
+@pytest.mark.parametrize("rest", [DATA[:3] + b"?", b"?" * 20])
+def test_a_damaged_part_of_a_broken_stream_is_sent_again(tmp_path: Path, rest: bytes) -> None:
+    store = BlobStore(tmp_path)
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial" / DIGEST).write_bytes(rest)
+    while missing := store.missing({DIGEST: 10}):
+        upload, offset = Upload(store), missing[DIGEST]
+        if offset:
+            with pytest.raises(Conflict, match="request the list of missing files again"):
+                upload.take(DIGEST, 10, offset, DATA[offset:])
+        else:
+            upload.take(DIGEST, 10, 0, DATA)
+        upload.close()
+    assert b"".join(store.read(DIGEST)) == DATA
+
+
 def test_parts_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     for offset, size, data in ((5, 10, b"x"), (4, 11, b"x"), (4, 10, b"x" * 7)):
