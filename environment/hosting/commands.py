@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost
 from paceline.errors import InvalidInput
+from paceline.user_code import left_over
 from paceline.user_code.box import Box
 from paceline.user_code.ends import describe_end, kill_group
 from paceline.user_code.surroundings import ROOT, Surroundings
@@ -73,15 +74,17 @@ async def _output_of(
 ) -> tuple[str, str, int | None]:
     launcher = (sys.executable, "-P", "-c", BOOT, ROOT, str(os.getpid()), str(memory_mb), box.text())
     async with _Output() as output, _Output() as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(*launcher, *argv),
-            stdin=DEVNULL,
-            stdout=output.write_fd,
-            stderr=errors.write_fd,
-            env=environment,
-            cwd=cwd,
-            start_new_session=True,
-        )
+        with left_over.starting() as started:
+            process = await asyncio.create_subprocess_exec(
+                *(*launcher, *argv),
+                stdin=DEVNULL,
+                stdout=output.write_fd,
+                stderr=errors.write_fd,
+                env=environment,
+                cwd=cwd,
+                start_new_session=True,
+            )
+            started(process.pid)
         output.started()
         errors.started()
         try:
@@ -89,6 +92,7 @@ async def _output_of(
         finally:
             kill_group(process.pid)  # also its children, which hold the pipes
             await process.wait()
+            left_over.ended(process.pid)
         return await output.text(), await errors.text(), process.returncode
 
 
@@ -120,8 +124,9 @@ class _Output:
             self.write_fd = -1
 
     async def text(self) -> str:
-        """Return what was written, after all writers have closed the pipe."""
-        await self._reading
+        """Return what was written, after all writers have closed the pipe. A process that has left the command's group
+        may keep it open, so the wait is short."""
+        await asyncio.wait((self._reading,), timeout=left_over.HELD_S)
         return self._kept.decode(errors="replace")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:

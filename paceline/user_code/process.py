@@ -1,5 +1,8 @@
 """Processes of user code: `UserProcess` for one caller at a time, and `SharedProcess` for several, with ids.
 
+The output of user code is copied to standard error within limits, and processes that it leaves behind are ended
+(`paceline/user_code/left_over.py`).
+
 Tasks of a UserProcess: a watch for each process waits for its end and then kills the rest of its process group, so
 that a grandchild with the socket cannot hide the death; readers then see EOF. `start` waits for the watch of the previous
 process. Tasks of a SharedProcess: one reads replies and gives each to its caller, until the process ends; then every
@@ -15,9 +18,10 @@ import os
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput, Unreadable, WireError
+from paceline.user_code import left_over
 from paceline.user_code.ends import (
     ProcessDied,
     ProcessNotStarted,
@@ -37,17 +41,27 @@ BOOT = (
 """Code of the child. It must import the same code as this process."""
 
 
-async def spawn(
-    module: str, surroundings: Surroundings | None
-) -> tuple[Process, socket.socket, ProcessSettings | None]:
-    """Start a process that runs `main()` of a module in a separate session. -P keeps the working directory off its
-    import path. Return the process, this side's socket and the process' settings, whose files the caller removes
-    after the end of the process, which connects with `paceline.user_code.child.connect`. Without `surroundings`, for
-    code of this project, the process has this process's environment and no box. Raises ProcessNotStarted."""
+class Spawned(NamedTuple):
+    """A started process of user code."""
+
+    process: Process
+    local: socket.socket
+    """This side's socket."""
+    settings: ProcessSettings | None
+    """Settings, whose files are removed after the end of the process."""
+    output: left_over.CopiedOutput | None
+    """Copy of its output, which is closed after the end of the process."""
+
+
+async def spawn(module: str, surroundings: Surroundings | None) -> Spawned:
+    """Start a process that runs `main()` of a module in a separate session. The process connects with
+    `paceline.user_code.child.connect`. -P keeps the working directory off the process' import path. Without
+    `surroundings`, for code of this project, the process has the environment and the standard error of this process,
+    and no box. Raises ProcessNotStarted."""
     settings: ProcessSettings | None = None
     try:
         settings = None if surroundings is None else surroundings.prepare()
-        return *await _spawn(module, settings), settings
+        return await _spawn(module, settings)
     except BaseException as error:
         if settings is not None:
             await asyncio.to_thread(settings.remove)
@@ -56,23 +70,30 @@ async def spawn(
         raise
 
 
-async def _spawn(module: str, settings: ProcessSettings | None) -> tuple[Process, socket.socket]:
+async def _spawn(module: str, settings: ProcessSettings | None) -> Spawned:
+    output = None if settings is None else await left_over.CopiedOutput.opened()
     local, remote = socket.socketpair()
     arguments = [ROOT, str(remote.fileno()), str(os.getpid()), module]
     arguments += [] if settings is None else [settings.box.text()]
-    with remote:
-        try:
+    try:
+        with remote, left_over.starting() as started:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-c", BOOT, *arguments),
                 stdin=DEVNULL,
+                stdout=None if output is None else output.write_fd,
+                stderr=None if output is None else output.write_fd,
                 env=None if settings is None else settings.environment,
                 pass_fds=(remote.fileno(),),
                 start_new_session=True,
             )
-        except BaseException:
-            local.close()
-            raise
-    return process, local
+            started(process.pid)
+    except BaseException:
+        local.close()
+        raise
+    finally:
+        if output is not None:
+            os.close(output.write_fd)
+    return Spawned(process, local, settings, output)
 
 
 class _Child:
@@ -80,6 +101,7 @@ class _Child:
         self._module, self._surroundings = module, surroundings
         self._process: Process | None = None
         self._settings: ProcessSettings | None = None
+        self._output: left_over.CopiedOutput | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     @property
@@ -89,7 +111,7 @@ class _Child:
 
     async def _connected(self) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
         """Start a process; return it with its connection. Raises ProcessNotStarted."""
-        process, local, self._settings = await spawn(self._module, self._surroundings)
+        process, local, self._settings, self._output = await spawn(self._module, self._surroundings)
         self._process = process
         self._spawned(process)
         try:
@@ -111,6 +133,9 @@ class _Child:
         self._writer = None
 
     async def _remove_files(self) -> None:
+        output, self._output = self._output, None
+        if output is not None:
+            await output.close()
         settings, self._settings = self._settings, None
         if settings is not None:
             await asyncio.to_thread(settings.remove)
@@ -187,6 +212,7 @@ class UserProcess(_Child):
             raise
         finally:
             half.cancel()
+            left_over.reap_strays()
 
     def kill(self) -> None:
         super().kill()
@@ -203,6 +229,7 @@ class UserProcess(_Child):
     async def _wait_for_end(self, process: Process) -> None:
         await process.wait()
         kill_group(process.pid)
+        left_over.ended(process.pid)
 
 
 class SharedProcess(_Child):
@@ -287,6 +314,7 @@ class SharedProcess(_Child):
         if self._process is not None:
             await self._process.wait()  # no deadline: after SIGKILL only the kernel's waits can delay the end
             kill_group(self._process.pid)
+            left_over.ended(self._process.pid)
         self._process = None
         await self._remove_files()
 
@@ -299,6 +327,7 @@ class SharedProcess(_Child):
             while True:
                 reply = await receive_async(reader)
                 self.num_answered += 1
+                left_over.reap_strays()
                 self.replied(reply)
                 future = self._waiting.get(reply.get("id", 0))
                 if future is not None and not future.done():

@@ -41,6 +41,7 @@ from paceline.files.names import LEDGER_NAME
 from paceline.host.regular_file import credentials
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.user_code.box import Box
+from paceline.user_code.left_over import MARK
 
 TEMPORARY_PREFIX = "paceline-user-code-"
 MIN_AGE_S = 60.0
@@ -166,8 +167,9 @@ class Surroundings:
         return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the code's environment variables, without the storage key; with a key, judges store no answers."""
-        variables = passed_variables(self.variables)
+        """Return the environment of the code's processes. They never get the storage key; if there is one, judges keep no answers
+        in files."""
+        variables = {**passed_variables(self.variables), MARK: "1"}
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
             variables[ANSWERS_VARIABLE] = "0"
         return variables

@@ -22,6 +22,7 @@ from paceline.services.common.user_code_options import choose_isolation, user_co
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.environment.worker import EnvironmentWorker
 from paceline.tracing import set_up_tracing
+from paceline.user_code.left_over import adopt, end_strays
 from paceline.user_code.surroundings import remove_left_over
 
 NAME = "paceline.v1.EnvironmentWorker"
@@ -60,6 +61,7 @@ def main(
     set_up_tracing("environment")
     raise_file_limit()
     warning = choose_isolation(coordinator, host)
+    adopt()
     threading.Thread(target=remove_left_over, name="left-over files", daemon=True).start()
 
     async def serve(stop: asyncio.Event) -> None:
@@ -85,7 +87,10 @@ def main(
             for loop in loops:
                 loop.cancel()
 
-    run_service(serve)
+    try:
+        run_service(serve)
+    finally:
+        end_strays()
 
 
 console = functools.partial(end_with, main)

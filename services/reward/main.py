@@ -36,6 +36,7 @@ from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.reward.worker import RewardWorker
 from paceline.spec import RewardFunctionSection
 from paceline.tracing import set_up_tracing
+from paceline.user_code.left_over import adopt, end_strays
 from paceline.user_code.surroundings import remove_left_over
 from paceline.v1 import reward_pb2, reward_pb2_grpc
 
@@ -71,6 +72,7 @@ def main(
     set_up_tracing("reward")
     raise_file_limit()
     warning = choose_isolation(coordinator, host)
+    adopt()
     threading.Thread(target=remove_left_over, name="left-over files", daemon=True).start()
 
     async def serve(stop: asyncio.Event) -> None:
@@ -100,7 +102,10 @@ def main(
             belonging.cancel()
             reminding.cancel()
 
-    run_service(serve)
+    try:
+        run_service(serve)
+    finally:
+        end_strays()
 
 
 Context = grpc.aio.ServicerContext[Any, Any]

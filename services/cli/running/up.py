@@ -34,6 +34,7 @@ from paceline.services.common.user_code_options import user_code_options
 from paceline.services.local.cluster import GRACE_S, USUAL_PORT, LocalCluster, free_port, start_page
 from paceline.services.local.room import check_paths_are_here, planned_here, sizes_for
 from paceline.spec import ClusterSection, RunSpec
+from paceline.user_code.left_over import adopt
 
 MIN_FREE_MB = 512
 INTERRUPTED = 130
@@ -171,6 +172,7 @@ def run_here(
     spec, sizes = placed(spec, specs, len(gpus), say)
     options = _service_options(sizes, specs, min_free_mb, store, functions_from, scaled)
     port = free_port(host, USUAL_PORT) if port is None else port
+    adopt()
     cluster = LocalCluster(directory, sizes, host=host, port=port, grace_s=grace_s, options=options, say=say, gpus=gpus)
     with ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(_stop, cluster, say)

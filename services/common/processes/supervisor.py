@@ -28,6 +28,7 @@ import psutil
 from paceline.calls.backoff import pause_after
 from paceline.errors import PacelineError
 from paceline.services.common.processes.tether import tethered
+from paceline.user_code.left_over import end_strays, is_marked
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
@@ -238,7 +239,9 @@ class Service:
             # Not reaped yet, so the system has not reused the group's number: kill the rest of the group.
             self._signal(signal.SIGKILL)
             self._process = None
-            return process.wait()
+            status = process.wait()
+        end_strays(is_marked)
+        return status
 
     def _note_end(self, how: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
