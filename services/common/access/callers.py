@@ -10,6 +10,7 @@ is refused whatever its token. A change of either file takes effect within a sec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
@@ -34,6 +35,7 @@ from paceline.services.common.access.token_table import (
     REVOKED_NAME,
     NamedToken,
     digest_of,
+    keep_copy,
     read_revoked,
     read_table,
 )
@@ -72,6 +74,7 @@ class TokenCallers:
         if table is not None:
             self._table = PolledFile(table, read_table, self._note_tokens)
             self._revoked = PolledFile(table.with_name(REVOKED_NAME), read_revoked, self._note_certificates)
+            self._keep_copies()
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
         return self._caller(digest_of(token) if token else "", certificate)
@@ -131,7 +134,14 @@ class TokenCallers:
     def _rows(self) -> Mapping[str, NamedToken]:
         return self._table.content if self._table is not None else NO_ROWS
 
+    def _keep_copies(self) -> None:
+        """Take over changes by hand into the copies. A disk that refuses leaves the copies as they are."""
+        for file in filter(None, (self._table, self._revoked)):
+            with contextlib.suppress(OSError):
+                keep_copy(file.path)
+
     def _note_tokens(self, before: Mapping[str, NamedToken], after: Mapping[str, NamedToken]) -> None:
+        self._keep_copies()
         for sha256 in before.keys() | after.keys():
             old, new = before.get(sha256), after.get(sha256)
             if new is None:
@@ -142,6 +152,7 @@ class TokenCallers:
                 self._note("tokens/created", new.name)
 
     def _note_certificates(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        self._keep_copies()
         for name in before.keys() ^ after.keys():
             self._note("certificates/revoked" if name in after else "certificates/restored", name)
 
@@ -168,8 +179,9 @@ class PolledFile(Generic[ContentT]):
         read: Callable[[Path], ContentT],
         changed: Callable[[ContentT, ContentT], None] = lambda before, after: None,
     ):
-        """`read` returns the content, or that of a missing file; `changed` gets old and new content. Raises Conflict."""
-        self._path, self._read, self._changed = path, read, changed
+        """`read` returns the content, also for a missing file; `changed` is called with the contents before and after a change.
+        Raises Conflict for a damaged file."""
+        self.path, self._read, self._changed = path, read, changed
         self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")
 
@@ -179,14 +191,14 @@ class PolledFile(Generic[ContentT]):
         if now_s - self._checked_s < CHECK_S:
             return self._content
         self._checked_s = now_s
-        stamp = file_stamp(self._path)
+        stamp = file_stamp(self.path)
         if stamp != self._stamp:
             try:
-                before, self._content = self._content, self._read(self._path)
+                before, self._content = self._content, self._read(self.path)
                 self._stamp = stamp
                 self._changed(before, self._content)
             except Conflict as fault:
-                seldom.warning(self._path.name, "%s. The file's previous content stays in effect", fault)
+                seldom.warning(self.path.name, "%s. The file's previous content stays in effect", fault)
         return self._content
 
 

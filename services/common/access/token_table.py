@@ -2,6 +2,12 @@
 `tokens.json`, and the revoked names of client certificates in `revoked-certificates.json`. Commands edit them under
 a lock; the coordinator reads changes within a second.
 
+Each has a copy beside it (`.copy`), which is written first. If a file is damaged, its copy is in effect, so that a
+restart does not stop the runs of all token holders. If a file was deleted, nothing of the copy is accepted, but what it
+revokes stays revoked. So neither damage nor deletion brings a removed token to life: the copy has all changes by
+commands, and the coordinator takes over those by hand (`keep_copy`). Without a copy, a damaged `tokens.json` leaves the
+bootstrap token alone.
+
 A token is 32 random bytes, so nobody can guess one from its digest. The file has digests alone; the token is shown
 once, when it is made. A digest is the key with which callers prove a token (`paceline/calls/proof.py`), so a reader of
 the file can act as its callers. A revoked name stays revoked, also for certificates that are issued to it later: the
@@ -14,6 +20,8 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
+import math
 import os
 import re
 import secrets
@@ -25,6 +33,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.files.whole_file import sync_folder
+from paceline.host.regular_file import open_regular
 from paceline.services.common.access.rights import CallerRole
 
 FILE_NAME = "tokens.json"
@@ -40,7 +49,9 @@ REVOKED_NAME = "revoked-certificates.json"
 MAX_NAME = 64
 """Longest common name in X.509, in characters."""
 MAX_NAMES = 10_000
+MAX_FILE_BYTES = 16 << 20
 RowT = TypeVar("RowT")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,15 +85,23 @@ def digest_of(token: str) -> str:
 def read_table(path: Path) -> Mapping[str, NamedToken]:
     """Return the tokens by their digest; none if the file is missing. Raises Conflict for a damaged file."""
 
-    def parsed(content: Any) -> Mapping[str, NamedToken]:
-        tokens = [NamedToken(**row) for row in content["tokens"]]
-        for token in tokens:
-            bytes.fromhex(token.sha256)  # raises ValueError
-            if token.role:
-                CallerRole(token.role)
-        return {token.sha256: token for token in tokens}
+    return _read(path, _tokens, "make the tokens again", lambda row: bool(row.revoked_s))
 
-    return _read(path, parsed, "make the tokens again")
+
+def _tokens(content: Any) -> Mapping[str, NamedToken]:
+    tokens = [NamedToken(**row) for row in content["tokens"]]
+    for token in tokens:
+        bytes.fromhex(token.sha256)  # raises ValueError
+        if token.role:
+            CallerRole(token.role)
+        _check(token.name, token.sha256, numbers=(token.created_s, token.expires_s, token.revoked_s))
+    return {token.sha256: token for token in tokens}
+
+
+def _check(*texts: Any, numbers: tuple[Any, ...]) -> None:
+    """Raise ValueError or TypeError for a value of another type, and for a number that is not finite."""
+    if not all(isinstance(text, str) for text in texts) or not all(map(math.isfinite, numbers)):
+        raise ValueError("a field has another type")
 
 
 def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
@@ -136,7 +155,39 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def replace_whole(path: Path, content: Any) -> None:
-    """Replace the file. It is synced to disk when this function returns. The caller must hold the file's lock."""
+    """Replace the copy and then the file. Both are synced to disk when this function returns. The caller must hold the
+    file's lock."""
+    for each in (_copy_of(path), path):
+        _replace(each, content)
+
+
+def keep_copy(path: Path) -> None:
+    """Make the copy of a file equal to the file, which a person may have edited or deleted. A damaged file is left as it
+    is. Raises OSError."""
+    parsed = _tokens if path.name == FILE_NAME else _names
+    rows = "tokens" if path.name == FILE_NAME else "names"
+    with locked(path):
+        try:
+            content = _content(path, parsed)
+        except FileNotFoundError:
+            with contextlib.suppress(FileNotFoundError, Conflict):
+                content = _content(_copy_of(path), parsed)
+                content[rows] = [row for row in content[rows] if row.get("revoked_s")]
+                _replace(_copy_of(path), content)
+            return
+        except Conflict:
+            return
+        with contextlib.suppress(FileNotFoundError, Conflict):
+            if _content(_copy_of(path), parsed) == content:
+                return
+        _replace(_copy_of(path), content)
+
+
+def _copy_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.copy")
+
+
+def _replace(path: Path, content: Any) -> None:
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -150,10 +201,13 @@ def replace_whole(path: Path, content: Any) -> None:
 def read_revoked(path: Path) -> Mapping[str, float]:
     """Return the time of each revoked name in seconds since 1970; none without a file. Raises Conflict if damaged."""
 
-    def parsed(content: Any) -> Mapping[str, float]:
-        return {str(row["name"]): float(row["revoked_s"]) for row in content["names"]}
+    return _read(path, _names, "revoke the names again", bool)
 
-    return _read(path, parsed, "revoke the names again")
+
+def _names(content: Any) -> Mapping[str, float]:
+    for row in content["names"]:
+        _check(row["name"], numbers=(row["revoked_s"],))
+    return {row["name"]: float(row["revoked_s"]) for row in content["names"]}
 
 
 def revoke_certificate(path: Path, name: str) -> None:
@@ -171,18 +225,61 @@ def revoke_certificate(path: Path, name: str) -> None:
         replace_whole(path, {"format": FORMAT, "names": rows})
 
 
-def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -> Mapping[str, RowT]:
-    """Return a file's rows, none without a file. Raises Conflict for a damaged file, with the remedy `again`."""
+def _read(
+    path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str, revokes: Callable[[RowT], bool]
+) -> Mapping[str, RowT]:
+    """Return the rows of a file; of a damaged file those of its copy, and of a missing file those of its copy that
+    `revokes` chooses. Raises Conflict if both are damaged; `again` tells the user what to do after deleting them."""
     try:
-        content = json.loads(path.read_text())
+        return parsed(_content(path, parsed))
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError, Conflict):
+            rows = parsed(_content(_copy_of(path), parsed))
+            return {key: row for key, row in rows.items() if revokes(row)}
+        return {}
+    except Conflict as fault:
+        try:
+            rows = parsed(_content(_copy_of(path), parsed))
+        except FileNotFoundError:
+            if not isinstance(fault, _Damaged) or parsed is not _tokens or _mentions_bootstrap(path):
+                raise Conflict(f"{fault}; restore it, or delete it and {again}") from None
+            log.error("%s, and has no copy: no named token is accepted until one is made again", fault)
+            return {}
+        except Conflict:
+            raise Conflict(f"{fault}; restore it, or delete it and {again}") from None
+        log.error(
+            "%s. Its copy %s is in effect; the next command that changes the file repairs it", fault, _copy_of(path)
+        )
+        return rows
+
+
+class _Damaged(Conflict):
+    """A file that no version of Paceline has written."""
+
+
+def _mentions_bootstrap(path: Path) -> bool:
+    """Return whether a damaged `tokens.json` may have revoked the bootstrap token."""
+    try:
+        with open_regular(path) as file:
+            return BOOTSTRAP.encode() in file.read(MAX_FILE_BYTES)
+    except OSError:
+        return False
+
+
+def _content(path: Path, parsed: Callable[[Any], object]) -> dict[str, Any]:
+    """Return the content of a file that `parsed` reads. Raises FileNotFoundError; Conflict for a damaged file."""
+    try:
+        with open_regular(path) as file:
+            content: dict[str, Any] = json.loads(file.read(MAX_FILE_BYTES))
         if content["format"] != FORMAT:
             raise Conflict(
                 f"{path} has format {content['format']!r}, but this version of Paceline reads {FORMAT}; update Paceline"
             )
-        return parsed(content)
+        parsed(content)
+        return content
     except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError) as error:
-        raise Conflict(f"{path} is damaged ({type(error).__name__}); restore it, or delete it and {again}") from None
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise _Damaged(f"{path} is damaged ({type(error).__name__})") from None
     except OSError as error:
-        raise Conflict(f"{path} cannot be read: {error.strerror}") from None
+        raise _Damaged(f"{path} cannot be read: {error.strerror}") from None

@@ -41,6 +41,18 @@ def test_a_damaged_file_says_so(tmp_path: Path, text: str) -> None:
         TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
 
 
+@pytest.mark.parametrize("damaged", ["", "{", '{"format": 1, "names": [{"name": "rollout", "revoked_s": "x"}]}', None])
+async def test_damage_and_deletion_restore_no_certificate(tmp_path: Path, damaged: str | None) -> None:
+    path = tmp_path / REVOKED_NAME
+    revoke_certificate(path, "rollout")
+    path.unlink()
+    if damaged is not None:
+        path.write_text(damaged)
+    callers = TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
+    with pytest.raises(AccessDenied, match="the certificates of rollout were revoked"):
+        await callers.caller("boot", "rollout")
+
+
 async def test_a_revoked_certificate_takes_the_rights_of_every_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ def test_the_file_has_digests_alone_and_is_its_owners(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     (row,) = read_table(path).values()
     assert (row.name, row.role, row.sha256) == ("ann", "submitter", digest_of(token))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["tokens.json", "tokens.json.lock"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["tokens.json", "tokens.json.copy", "tokens.json.lock"]
+    assert (tmp_path / "tokens.json.copy").stat().st_mode & 0o777 == 0o600
 
 
 def test_names_are_checked_and_a_valid_one_is_not_taken_twice(tmp_path: Path) -> None:
@@ -40,11 +42,91 @@ def test_names_are_checked_and_a_valid_one_is_not_taken_twice(tmp_path: Path) ->
     create(path, "ann", CallerRole.VIEWER, 0.0)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 2, "tokens": []}', '{"format": 1, "tokens": [{}]}'])
-def test_a_damaged_file_says_so(tmp_path: Path, text: str) -> None:
+ROW = '{"format": 1, "tokens": [{"name": "ann", "role": "operator", "sha256": "ab", "created_s": 1, "expires_s": %s}]}'
+DAMAGED = (
+    "",
+    "\0" * 300,
+    "[]",
+    "{",
+    "[" * 100_000,
+    '{"format": 1, "tokens": [{}]}',
+    ROW % "NaN",
+    ROW % '"x"',
+    ROW % "[]",
+)
+
+
+def damage(path: Path, kind: str) -> None:
+    """Replace a file by a text, or by something that is no file."""
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "zeros":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text(kind)
+
+
+@pytest.mark.parametrize("text", ['{"format": 2, "tokens": []}', '{"tokens": [{"name": "bootstrap"'])
+def test_a_file_of_another_version_or_without_a_sure_bootstrap_token_says_so(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokens.json").write_text(text)
     with pytest.raises(Conflict, match=r"tokens\.json"):
         TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
+
+
+@pytest.mark.parametrize("kind", [*DAMAGED, "folder", "pipe", "zeros"])
+async def test_after_damage_and_a_restart_the_copy_decides(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tokens.json"
+    kept, revoked = (create(path, name, CallerRole.WORKER, 0.0) for name in ("kept", "revoked"))
+    revoke(path, "revoked")
+    damage(path, kind)
+    callers = TokenCallers(lambda: "boot", tmp_path / "token", path)
+    assert "is in effect" in caplog.text
+    assert (await callers.caller(kept)).name == "kept"
+    assert (await callers.caller("boot")).name == BOOTSTRAP
+    with pytest.raises(AccessDenied, match="was revoked"):
+        await callers.caller(revoked)
+    if not path.is_dir():
+        later = create(path, "later", CallerRole.WORKER, 0.0)  # repairs it
+        assert read_table(path).keys() == {digest_of(token) for token in (kept, revoked, later)}
+
+
+@pytest.mark.parametrize("kind", [*DAMAGED, "folder"])
+async def test_without_a_copy_the_bootstrap_token_is_left(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tokens.json"
+    token = create(path, "ann", CallerRole.VIEWER, 0.0)
+    damage(path, kind)
+    (tmp_path / "tokens.json.copy").unlink()
+    callers = TokenCallers(lambda: "boot", tmp_path / "token", path)
+    assert (await callers.caller("boot")).steers_all
+    with pytest.raises(AccessDenied):
+        await callers.caller(token)
+
+
+async def test_no_way_of_removal_is_undone_by_later_damage(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    removed, deleted = (create(path, name, CallerRole.OPERATOR, 0.0) for name in ("removed", "deleted"))
+    revoke(path, BOOTSTRAP, "boot")
+    content = json.loads(path.read_text())
+    content["tokens"] = [row for row in content["tokens"] if row["name"] != "removed"]
+    path.write_text(json.dumps(content))  # by hand
+    TokenCallers(lambda: "boot", tmp_path / "token", path)
+    for way in (lambda: path.write_text("{"), path.unlink, lambda: path.write_text("{")):
+        way()
+        callers = TokenCallers(lambda: "boot", tmp_path / "token", path)
+        for token in ("boot", removed):
+            with pytest.raises(AccessDenied):
+                await callers.caller(token)
+    with pytest.raises(AccessDenied):
+        await callers.caller(deleted)
+    path.write_text("{")
+    (tmp_path / "tokens.json.copy").write_text("{")
+    with pytest.raises(Conflict, match="restore it"):
+        TokenCallers(lambda: "boot", tmp_path / "token", path)
 
 
 async def test_a_token_counts_until_it_is_revoked_or_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
