@@ -32,7 +32,7 @@ SUBMITTERS = 16
 BEGINNINGS = (
     b"",
     b"\x00",
-    b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
     b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
     b"PRI * HTTP/2.0\r\n\r\nSM",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04",
@@ -87,7 +87,7 @@ async def unread(port: Port, number: int) -> int:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(CONNECT_S):
                     await loop.sock_connect(client, (host.strip("[]"), int(number_of_port)))
-                    request = f"GET {port.unread_path} HTTP/1.1\r\nHost: x\r\n\r\n"
+                    request = f"GET {port.unread_path} HTTP/1.1\r\nHost: localhost\r\n\r\n"
                     await loop.sock_sendall(client, request.encode() * 20)
                     asked += 1
         return asked

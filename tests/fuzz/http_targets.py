@@ -147,6 +147,9 @@ class Page:
             await self._session.close()
 
 
+HOSTS = ("localhost",) * 6 + ("127.0.0.1:1", "[::1", "evil.example", "", "localhost, evil.example", ":" * 99)
+
+
 class Metrics:
     """Requests to a metrics port: of its one path, of others, and of none."""
 
@@ -160,7 +163,7 @@ class Metrics:
         dice = self._maker.random
         request = self._maker.damaged(
             f"{dice.choice(['GET', 'POST', 'X'])} {dice.choice(['/metrics', '/', '/../x', '/scale/x'])} HTTP/1.1\r\n"
-            f"Host: x\r\n{dice.choice(['', 'Transfer-Encoding: chunked', 'Content-Length: -1'])}\r\n\r\n".encode()
+            f"Host: {dice.choice(HOSTS)}\r\n{dice.choice(['', 'Transfer-Encoding: chunked', 'Content-Length: -1'])}\r\n\r\n".encode()
         )
         await _say(self._address, request)
 

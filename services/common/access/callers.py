@@ -70,7 +70,8 @@ class TokenCallers:
         """Digests of the tokens in `_digested`, by the tokens' ids."""
         self._digested: tuple[Mapping[str, NamedToken], str] = NO_ROWS, ""
         self._bootstrap, self._file, self._clock = bootstrap, file.resolve(), clock
-        self._table = self._revoked = None
+        self._table: PolledFile[Mapping[str, NamedToken]] | None = None
+        self._revoked: PolledFile[Mapping[str, float]] | None = None
         if table is not None:
             self._table = PolledFile(table, read_table, self._note_tokens)
             self._revoked = PolledFile(table.with_name(REVOKED_NAME), read_revoked, self._note_certificates)
@@ -136,9 +137,10 @@ class TokenCallers:
 
     def _keep_copies(self) -> None:
         """Take over changes by hand into the copies. A disk that refuses leaves the copies as they are."""
-        for file in filter(None, (self._table, self._revoked)):
+        for file in (self._table, self._revoked):
             with contextlib.suppress(OSError):
-                keep_copy(file.path)
+                if file is not None:
+                    keep_copy(file.path)
 
     def _note_tokens(self, before: Mapping[str, NamedToken], after: Mapping[str, NamedToken]) -> None:
         self._keep_copies()

@@ -1,8 +1,12 @@
 """A port of an aiohttp application with bounded connections and bodies.
 
-Promise: connections are bounded, in total and from one address, and a refused connection gets an answer with the
-reason; one without a request is closed, and so is one whose client does not read its answer. A `_Connection` between
-aiohttp's protocol and its transport notes the traffic, and a task checks all of them every second.
+Promise: the clients have a bounded number of connections, in total and from one address; a connection without a request
+is closed, and so is one whose client does not read its answer; a refused one gets an answer with the reason. A port on
+loopback answers only requests whose Host is loopback or in HOSTS_VARIABLE, because a web page whose name was rebound to
+loopback could read the answers in its visitor's browser.
+
+The application's handlers and its server's protocol are aiohttp's; a `_Connection` stands between the protocol and its
+transport and notes the traffic. A task checks all of them every second.
 """
 
 from __future__ import annotations
@@ -10,14 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import cast
 
 from aiohttp import web
 
 from paceline.calls.backoff import to_header
+from paceline.calls.connection import is_loopback
 from paceline.errors import USUAL_S, Busy, Conflict, InvalidInput
 from paceline.rate_limited_log import SeldomFilter
 from paceline.services.common.access.tls import server_context
@@ -43,8 +49,25 @@ SHUTDOWN_S = 2.0
 HTTP_LOG = "aiohttp.server"
 """Name of the logger for aiohttp's lines about requests that are not HTTP."""
 
+HOSTS_VARIABLE = "PACELINE_HTTP_HOSTS"
+"""Variable with further host names, separated by commas, under which clients reach ports on loopback, such as the name of
+a proxy."""
+
 seldom = SeldomFilter()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def refusal_of_host(named: Sequence[str]) -> str:
+    """Return why a port on loopback refuses a request with these Host headers; empty if it does not."""
+    host = named[0].strip() if len(named) == 1 else ""
+    name = (host if host.endswith("]") else host.rpartition(":")[0] or host).rstrip(".").lower()
+    others = {each.strip().lower() for each in os.environ.get(HOSTS_VARIABLE, "").split(",")} - {""}
+    if is_loopback(name) or name in others:
+        return ""
+    return (
+        f"the request names the host {host[:80]!r}, but this port on loopback answers only for localhost and 127.0.0.1; if "
+        f"clients reach it by another name, such as a proxy's, set {HOSTS_VARIABLE} to that name\n"
+    )
 
 
 class HttpListener:
@@ -75,11 +98,14 @@ class HttpListener:
 
         @web.middleware
         async def note_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self._is_loopback and (refusal := refusal_of_host(request.headers.getall("Host", []))):
+                return web.Response(status=421, text=refusal)
             connection = self._connections.get(request.protocol)
             with connection.busy() if connection is not None else contextlib.nullcontext():
                 return await handler(request)
 
         app.middlewares.insert(0, note_request)
+        self._is_loopback = True
         self._listener: asyncio.Server | None = None
         self._checking: asyncio.Task[None] | None = None
 
@@ -94,6 +120,7 @@ class HttpListener:
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port, a free one for 0; with TLS if the environment names a folder with certificates.
         Raises Conflict if the port is taken, InvalidInput for certificates that cannot be used."""
+        self._is_loopback = is_loopback(host)
         await self._runner.setup()
         try:
             folder = tls_folder() if self._encrypted else None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from paceline.services.common.serving.http_listener import IDLE_S, UNREAD_S, HttpListener
+from paceline.services.common.serving.http_listener import HOSTS_VARIABLE, IDLE_S, UNREAD_S, HttpListener
 
 WAIT_S = 60.0
 BIG = b"x" * (32 << 20)
@@ -86,7 +88,7 @@ async def test_one_address_has_a_share_of_the_connections(world: World) -> None:
 
 async def test_a_connection_without_a_whole_request_is_closed(world: World) -> None:
     (_, silent), (_, slow) = await world.connect(), await world.connect()
-    slow.write(b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+    slow.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
     await world.until(2)
     world.clock.now_s = IDLE_S
     world.listener.check()
@@ -101,7 +103,7 @@ async def test_a_connection_without_a_whole_request_is_closed(world: World) -> N
 
 async def test_a_request_under_way_is_not_idle(world: World) -> None:
     reader, writer = await world.connect()
-    writer.write(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /wait HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await asyncio.wait_for(world.entered.wait(), WAIT_S)
     world.clock.now_s = 100 * IDLE_S
     world.listener.check()
@@ -116,7 +118,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(world: World) -> 
         client.setblocking(False)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await loop.sock_connect(client, ("127.0.0.1", world.port))
-        await loop.sock_sendall(client, b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
+        await loop.sock_sendall(client, b"GET /big HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await loop.sock_recv(client, 100)  # the answer has begun, and fills the buffers
         async with asyncio.timeout(WAIT_S):
             while not world.listener.unread:  # noqa: ASYNC110 - the server notices in its own time
@@ -127,3 +129,38 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(world: World) -> 
         world.clock.now_s = UNREAD_S + 1
         world.listener.check()
         await world.until(0)
+
+
+@pytest.mark.parametrize(
+    ("host", "accepted"),
+    [
+        *((each, True) for each in ("localhost", "LOCALHOST:80", "localhost.:1", "127.0.0.1", "127.9.9.9:8", "[::1]", "[::1]:9")),
+        *((each, True) for each in ("proxy.example", "Proxy.Example:443")),
+        *((each, False) for each in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example:1")),
+        *((each, False) for each in ("", "0.0.0.0", "10.0.0.1:80", "[2001:db8::1]:80", "evil.example\r\nHost: localhost", None)),
+    ],
+)  # fmt: skip
+async def test_a_port_on_loopback_answers_only_for_loopback_and_configured_names(
+    world: World, monkeypatch: pytest.MonkeyPatch, host: str | None, accepted: bool
+) -> None:
+    monkeypatch.setenv(HOSTS_VARIABLE, "other.example, proxy.example")
+    reader, writer = await world.connect()
+    head = "" if host is None else f"Host: {host}\r\n"
+    writer.write(f"GET / HTTP/1.1\r\n{head}Connection: close\r\n\r\n".encode())
+    async with asyncio.timeout(WAIT_S):
+        answer = (await reader.read()).decode()
+    writer.close()
+    assert answer.split()[1] in (("200",) if accepted else ("421", "400"))
+    assert answer.endswith("here") == accepted
+
+
+def test_every_http_port_is_of_the_one_listener() -> None:
+    root = Path(__file__).parents[4]
+    folders = ("services", "apps", "environment", "reward", "rollout", "weights", "paceline", "learner")
+    makers = {
+        path.name
+        for folder in folders
+        for path in root.joinpath(folder).rglob("*.py")
+        if re.search(r"web\.AppRunner\(|http\.server|HTTPServer|uvicorn|start_http_server", path.read_text())
+    }
+    assert makers == {"http_listener.py"}

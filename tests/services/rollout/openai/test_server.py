@@ -454,7 +454,7 @@ async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(url: str, m
     monkeypatch.setattr("paceline.services.common.serving.http_listener.MAX_BODIES", 1)
     monkeypatch.setattr("paceline.services.common.serving.http_listener.BODY_S", 3600.0)
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
-    begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     _, slow = await asyncio.open_connection(host, int(port))
     slow.write(begun)
     async with asyncio.timeout(60), aiohttp.ClientSession() as session:
