@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sqlite3
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,11 @@ UNREADABLE = (
 )
 
 REMEDY = "restore a backup, or what `sqlite3 .recover` can read (docs/operate/operations.md)"
+
+EXPLAIN_S = 30.0
+"""Longest time in which the damage behind an error is searched; `paceline ledger verify` reads the whole file."""
+PROGRESS = 100_000
+"""SQLite's instructions between two looks at the clock."""
 
 MAX_TEXT = 500
 """Largest number of characters of a problem, because a damaged record can have any length."""
@@ -193,17 +199,22 @@ def check_open_runs(db: sqlite3.Connection, path: Path) -> None:
 
 @contextlib.contextmanager
 def explained(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """Replace an error in the body by a LedgerFault with the damage, if the file is damaged."""
+    """Replace an error in the body by a LedgerFault with the damage, if damage is found within EXPLAIN_S."""
     try:
         yield
     except UNREADABLE as error:
         if isinstance(error, PacelineError) and not isinstance(error, InvalidInput | WireError):
             raise
-        report = VerifyReport()
-        check_file(db, report)
-        if not report.found:
+        report, deadline_s = VerifyReport(), time.monotonic() + EXPLAIN_S
+        db.set_progress_handler(lambda: time.monotonic() > deadline_s, PROGRESS)
+        try:
+            check_file(db, report)
+        finally:
+            db.set_progress_handler(None, 0)
+        problems = [problem for problem in report.problems if "interrupted" not in problem]
+        if not problems:
             raise
-        raise LedgerFault(sentence(path, report.problems[0])) from error
+        raise LedgerFault(sentence(path, problems[0])) from error
 
 
 LOST = "the run's row with the spec is lost, so no command finds the run; only a backup has the row"

@@ -13,6 +13,7 @@ from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
 from ledger_files import opened
 
 from paceline.errors import Conflict, LedgerFault
+from paceline.services.coordinator.ledger import file_check, row_checksums
 from paceline.services.coordinator.ledger.backup import back_up
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.main import main as coordinator
@@ -207,3 +208,44 @@ def test_verify_of_all_runs(folder: Path) -> None:
     result = paceline("ledger", "verify", "--json", "--directory", folder)
     assert result.exit_code == 0, result.output
     assert '"test-1": {' in result.output
+
+
+def test_a_start_reads_each_row_of_runs_once_however_many_are_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
+        ledger.update_run("test-1", state="succeeded")
+    columns = ", ".join(name for name in row_checksums.tables()["runs"].columns if name != "run_id")
+    others = ", ".join(sorted(row_checksums.UNSEALED["runs"]))
+    with contextlib.closing(opened(folder / "ledger.sqlite")) as db:
+        for number in range(600):
+            db.execute(
+                f"INSERT INTO runs (run_id, {columns}, {others}, seal) SELECT 'copy-{number}', {columns}, {others}, seal FROM runs"
+                " WHERE run_id = 'test-1'"
+            )
+    computed = 0
+    checksum = row_checksums.checksum
+
+    def count(*values: object) -> int:
+        nonlocal computed
+        computed += 1
+        return checksum(*values)
+
+    monkeypatch.setattr(row_checksums, "checksum", count)
+    Ledger(folder / "ledger.sqlite").close()
+    assert 601 <= computed < 700
+
+
+@pytest.mark.parametrize(("limit_s", "expected"), [(60.0, LedgerFault), (-1.0, ValueError)])
+def test_the_search_for_damage_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float, expected: type[Exception]
+) -> None:
+    monkeypatch.setattr(file_check, "EXPLAIN_S", limit_s)
+    monkeypatch.setattr(file_check, "PROGRESS", 1)
+    damage_spec(folder)
+    with (
+        contextlib.closing(Ledger(folder / "ledger.sqlite", read_only=True)) as ledger,
+        pytest.raises(expected),
+        file_check.explained(ledger.db, ledger.path),
+    ):
+        raise ValueError("due to the damage")
