@@ -89,6 +89,7 @@ CHANGES: dict[str, Callable[[Sampled], Sampled]] = {
     "huge versions": lambda sampled: spans_with(sampled, step=2**40),
     "negative versions": lambda sampled: spans_with(sampled, step=-1),
     "sessions": lambda sampled: spans_with(sampled, session=999),
+    "session before the first": lambda sampled: spans_with(sampled, session=0),
     "lengths": longer,
     "prompt": lambda sampled: (np.append(sampled[0], sampled[0][-1:]), sampled[1]),
     "no prompt": lambda sampled: (sampled[0][:0], sampled[1]),

@@ -7,6 +7,7 @@ ABOUT_GROUPS = (
     "huge versions",
     "negative versions",
     "sessions",
+    "session before the first",
     "lengths",
     "prompt",
     "no prompt",

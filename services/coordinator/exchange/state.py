@@ -198,6 +198,10 @@ class Exchange(RunState):
         versions = (self.versions.get(member_id), self.offered.get(member_id))
         return max((version for version in versions if version is not None), default=None)
 
+    def is_held(self, session: int) -> bool:
+        """Return whether a worker has, or was offered, a version of a session."""
+        return any(version.session == session for held in (self.versions, self.offered) for version in held.values())
+
     # Shared by the handlers
 
     def takes_no_work(self, run: ActiveRun) -> bool:

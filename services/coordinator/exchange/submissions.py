@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -196,7 +196,7 @@ def fault_of_group(
     held = exchange.newest_of(member_id)
     is_held = held is not None and newest <= held and step <= held.step
     fault = "" if is_held else _fault_of_existence(exchange, run, newest.session, step)
-    if fault:
+    if fault := fault or _fault_of_sessions(exchange, run, versions):
         return fault
     try:
         prefix = _prefix_of(exchange, run, row)
@@ -216,9 +216,9 @@ def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[V
     also one that left before it could acknowledge them: a version is published once the batch before it is fixed."""
     row, newest = exchange.ledger.run(run.run_id), max(versions)
     step = max(version.step for version in versions)
-    if newest.session > row["session"] or step > row["next_batch"]:
-        return _fault_of_existence(exchange, run, newest.session, step)
-    return ""
+    is_behind = newest.session > row["session"] or step > row["next_batch"]
+    fault = _fault_of_existence(exchange, run, newest.session, step) if is_behind else ""
+    return fault or _fault_of_sessions(exchange, run, versions)
 
 
 def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: int) -> str:
@@ -231,6 +231,20 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
             return f"spans has session {session}, but the newest is {bound}"
         if step > (bound := max([row["published_step"], *(version.step for version in versions)])):
             return f"spans has step {step}, but the newest version has {bound}"
+    return ""
+
+
+def _fault_of_sessions(exchange: Exchange, run: ActiveRun, versions: Iterable[tuple[int, int]]) -> str:
+    """Return which version no session has published; empty if there is none. Only the workers know the sessions that a
+    restored ledger lacks."""
+    begun = exchange.ledger.sessions(run.run_id)
+    for session, step in versions:
+        if session < 1 or (begun and session not in begun and not exchange.is_held(session)):
+            return (
+                f"spans has session {session}, which the run never had; its newest session is {max(begun, default=0)}"
+            )
+        if step < (first := begun.get(session, 0)):
+            return f"spans has step {step} of session {session}, which publishes from step {first} on"
     return ""
 
 

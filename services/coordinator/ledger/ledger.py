@@ -173,6 +173,16 @@ class Ledger(LedgerFile):
         """Return the id of the learner with the newest session; empty if it is not recorded."""
         return str(self._newest_event(run_id, "session").get("member_id", ""))
 
+    def sessions(self, run_id: str) -> dict[int, int]:
+        """Return, for each session that has begun, the step from which it publishes."""
+        query = "SELECT json FROM events WHERE run_id = ? AND kind = 'session' ORDER BY sequence"
+
+        def read() -> dict[int, int]:
+            events = [json.loads(row["json"]) for row in self.rows(query, (run_id,))]
+            return {int(event["session"]): int(event.get("publish_from_step", 0)) for event in events}
+
+        return self.cached(f"sessions {run_id}", read)
+
     def newest_of_member(self, run_id: str, member_id: str) -> str:
         """Return the text of a run's newest event about a member (`joined`, `left: …`); empty if there is none."""
         query = (

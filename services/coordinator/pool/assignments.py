@@ -320,10 +320,13 @@ class Assignments:
 
     def _begin_session(self, member: Member, row: sqlite3.Row, spec_yaml: str, start: sessions.Start) -> None:
         session = self._numbers.next(row["run_id"], row["session"])
+        publish_from_step = max(0, row["published_step"])
         with self._ledger.transaction():
             self._ledger.update_run(row["run_id"], session=session)
             content = {"session": session, "step": start.step, "member_id": member.member_id}
+            content["publish_from_step"] = publish_from_step
             self._ledger.add_event(row["run_id"], "session", content)
+            self._ledger.invalidate(f"sessions {row['run_id']}")
         self._sessions[row["run_id"], session] = member.member_id
         self._exchange.ranks = member.world_size
         while len(self._sessions) > SESSIONS_KEPT:
@@ -337,7 +340,7 @@ class Assignments:
             checkpoint_path=start.path,
             checkpoint_sha256=start.sha256,
             chain=start.chain,
-            publish_from_step=max(0, row["published_step"]),
+            publish_from_step=publish_from_step,
         )
         member.direct(assignment)
         self.roster.clear()

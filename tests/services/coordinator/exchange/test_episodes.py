@@ -195,6 +195,7 @@ BAD_TURNS: dict[str, tuple[dict[str, Any], str]] = {
     "long row": ({"arrays": make_turn(VERSION, 1, context=2040, length=16)}, "max_total_sequence_length"),
     "version": ({"arrays": make_turn(Version(1, 9), 1)}, "spans has step 9, but the newest version has"),
     "session": ({"arrays": make_turn(Version(7, 0), 1)}, "spans has session 7, but the newest is"),
+    "session 0": ({"arrays": make_turn(Version(0, 0), 1)}, "spans has session 0, which the run never had"),
     "negative id": (
         {"arrays": make_turn(VERSION, 1)._replace(context_ids=np.array([-1], np.int32))},
         "ids begin",

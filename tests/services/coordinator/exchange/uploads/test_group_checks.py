@@ -164,6 +164,33 @@ def test_tokens_of_a_version_that_is_on_its_way_count_before_it_is_acknowledged(
     assert world.send(request, frames).reply.status == COMMITTED
 
 
+@pytest.mark.parametrize(
+    ("session", "step", "message"),
+    [
+        (0, 7, "spans has session 0, which the run never had; its newest session is 5"),
+        (3, 7, "spans has session 3, which the run never had"),
+        (5, 6, "spans has step 6 of session 5, which publishes from step 7 on"),
+        (5, 7, ""),
+        (2, 7, ""),
+        (1, 3, ""),
+    ],
+)
+def test_a_version_that_no_session_published_is_refused(world: World, session: int, step: int, message: str) -> None:
+    with world.ledger.transaction():
+        for begun, publish_from_step in ((1, None), (2, 3), (5, 7)):
+            first = {} if publish_from_step is None else {"publish_from_step": publish_from_step}
+            world.ledger.add_event(world.run_id, "session", {"session": begun, **first})
+        world.ledger.update_run(world.run_id, session=5, published_step=7)
+    rollout = Rollout(world, step=7, session=5)
+    lease = rollout.lease(1)[0]
+    completions = [make_completion(Version(session, step), 3, seed) for seed in range(lease.num_generations)]
+    request, frames = group_result(lease.group_id, lease.attempt, completions)
+    request.member_id = rollout.member_id
+    reply = world.send(request, frames).reply
+    assert message in reply.message
+    assert (reply.status == INVALID) == bool(message)
+
+
 BEGUN = replace(make_completion(Version(1, 1), 3, 7), finish_reason="abort")
 DONE = make_completion(Version(1, 1), 2, 8)
 
