@@ -385,7 +385,9 @@ class LeftRuns:
 
 
 def left_runs(ledger_path: Path) -> LeftRuns:
-    """Return the runs in the ledger; none without a ledger. Raises LedgerFault."""
+    """Return the runs in the ledger; none without a ledger. A ledger of an older format is upgraded first. Raises
+    LedgerFault, Conflict."""
+    from paceline.services.coordinator.ledger.connection import OlderFormat
     from paceline.services.coordinator.ledger.file_check import explained
     from paceline.services.coordinator.ledger.ledger import Ledger
     from paceline.spec.reading import spec_of_run
@@ -395,6 +397,9 @@ def left_runs(ledger_path: Path) -> LeftRuns:
         ledger = Ledger(ledger_path, read_only=True)
     except NotFound:
         return left
+    except OlderFormat:
+        Ledger(ledger_path).close()
+        ledger = Ledger(ledger_path, read_only=True)
     with contextlib.closing(ledger), explained(ledger.db, ledger.path):
         for row in sorted(ledger.runs(), key=lambda row: row["state"] == "paused"):  # others go before paused runs
             run_id = row["run_id"]

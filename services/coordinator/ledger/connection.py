@@ -44,6 +44,10 @@ LOG_READERS_S = 0.1
 log = logging.getLogger(__name__)
 
 
+class OlderFormat(Conflict):
+    """A reader cannot read this format, but a writer upgrades it."""
+
+
 class LedgerFile(database.Queries):
     """A ledger's file, opened by its one writer or by a reader beside it."""
 
@@ -280,7 +284,10 @@ class LedgerFile(database.Queries):
         if version > SCHEMA_VERSION:
             remedy = "a newer Paceline wrote this ledger: use that version, or restore an older backup"
         elif version in UPGRADES:
-            remedy = "start its coordinator once, which upgrades the ledger"
+            raise OlderFormat(
+                f"the ledger {self.path} has format {version}, but this Paceline reads {SCHEMA_VERSION}; start its coordinator once, "
+                "which upgrades the ledger"
+            )
         else:
             remedy = "use the Paceline that wrote this ledger"
         raise Conflict(

@@ -88,6 +88,7 @@ async def test_the_next_older_one_is_taken_and_in_the_end_step_0(plane: Plane) -
         "session": 5,
         "step": 0,
         "member_id": "learner-1",
+        "publish_from_step": 0,
     }
     assert plane.ledger.run(run_id)["state"] == "running"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 from click.testing import Result
 from command_line import paceline
 
+from paceline.errors import Conflict
 from paceline.services.cli.running.up import MAX_SHOWN, left_runs
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.schema import SCHEMA_VERSION, UPGRADES
 from paceline.spec.reading import parse_spec, spec_to_yaml
 
 SPEC = parse_spec(
@@ -38,6 +42,20 @@ def add(ledger: Ledger, run_id: str, state: str, message: str = "", text: str = 
     with ledger.transaction():
         ledger.add_run(run_id, text or spec_to_yaml(SPEC), str(ledger.path.parent / run_id))
         ledger.update_run(run_id, state=state, message=message)
+
+
+def test_a_ledger_of_an_older_format_is_upgraded_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, before = tmp_path / "ledger.sqlite", SCHEMA_VERSION - 1
+    with contextlib.closing(Ledger(path)) as ledger:
+        add(ledger, "sums-1", "queued")
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        (script,) = db.execute("SELECT sql FROM sqlite_master WHERE name = 'audit_heads'").fetchone()
+        db.executescript(f"DROP TABLE audit_heads; PRAGMA user_version = {before}")
+    with pytest.raises(Conflict, match="has format"):
+        left_runs(path)
+    monkeypatch.setitem(UPGRADES, before, f"{script};")
+    assert left_runs(path).open == {"sums-1": SPEC}
+    assert path.with_name(f"{path.name}.format-{before}").exists()
 
 
 def test_runs_are_told_apart(ledger: Ledger, tmp_path: Path) -> None:
