@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from paceline.errors import InvalidInput
 from paceline.spec.run import RunSpec
+from paceline.spec.sections.base import Usual
 
 ITEM = "N"
 """Part of a dotted key in place of a list index: `rewards.N.weight`."""
@@ -39,9 +40,14 @@ class Key:
 
     @property
     def description(self) -> str:
-        """Docstring of the field; for a section without one, the docstring of the section's class."""
+        """The field's docstring with its usual range; for a section without one, the docstring of its class."""
         text = self.field.description or (self.section.__doc__ if self.section else None) or ""
-        return " ".join(text.split())
+        usual = [
+            f"Usual: {each.low:g} to {each.high:g} ({each.source})."
+            for each in self.field.metadata
+            if isinstance(each, Usual)
+        ]
+        return " ".join([*text.split(), *usual])
 
     @property
     def type_text(self) -> str:

@@ -214,7 +214,12 @@ class RunSpec(Section):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for legal but suspicious settings, one sentence each; shown when the spec is submitted."""
-        return tuple(filter(None, (self._uncorrected(), self._without_filter(), self._unread())))
+        return tuple(filter(None, (self._uncorrected(), self._without_filter(), self._unread(), self._unusual())))
+
+    def _unusual(self) -> str:
+        """Return one note for all numbers outside of their usual ranges; they are accepted."""
+        found = list(self.unusual())
+        return f"unusual numbers, which are accepted: {'; '.join(found)}" if found else ""
 
     def _uncorrected(self) -> str:
         """Return a warning if samples of older weights train uncorrected (docs/use/objectives.md has the cost)."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Usual
 from paceline.spec.sections.loss import LossSection
 from paceline.spec.sections.policy import PolicySection
 
@@ -77,11 +77,11 @@ class GrpoSection(AlgorithmSection):
     samples: ClassVar[bool] = True
     reference: ClassVar = "with_penalty"
 
-    num_prompts_per_step: PositiveInt = 32
+    num_prompts_per_step: Annotated[PositiveInt, Usual(1, 16_384, "512 in arXiv:2503.14476")] = 32
     """Groups in the batch of one step."""
-    num_generations_per_prompt: PositiveInt = 8
+    num_generations_per_prompt: Annotated[PositiveInt, Usual(1, 1024, "64 in arXiv:2402.03300")] = 8
     """Completions of each prompt; the advantage is relative to this group (`gae` and `reinforce_pp` need no group)."""
-    max_num_steps: PositiveInt = 100
+    max_num_steps: Annotated[PositiveInt, Usual(1, 1e9, "a step each second for 30 years")] = 100
     """Steps to train before the run ends."""
     max_num_epochs: PositiveFloat | None = None
     """The run ends after this many passes over the training data, unless max_num_steps ends it first. The number of
@@ -148,9 +148,9 @@ class GrpoSection(AlgorithmSection):
 class AsyncGrpoSection(Section):
     """Limits how far generation may run ahead of training."""
 
-    max_trajectory_age_steps: NonNegativeInt = 1
-    """η: largest age in steps for leases and batches; 0 is synchronous, on-policy GRPO. With `in_order` no token of a
-    larger age is trained, with `ready_first` late groups are trained up to `hard_max_age`."""
+    max_trajectory_age_steps: Annotated[NonNegativeInt, Usual(0, 16, "0 to 16 in arXiv:2505.24298")] = 1
+    """η: largest age in steps for leases and batches; 0 is synchronous, on-policy GRPO. `in_order` trains no older
+    token, `ready_first` trains late groups up to `hard_max_age`."""
     order: Literal["ready_first", "in_order"] = "ready_first"
     """`ready_first` trains complete groups, oldest first; `in_order` gives every lease a slot in its step."""
     late_wait_s: NonNegativeFloat = 30.0
@@ -187,12 +187,12 @@ class ExamplesSection(AlgorithmSection):
     reads_conversations: ClassVar[bool] = False
     """True if data.messages_key may name whole conversations."""
 
-    max_num_steps: PositiveInt = 100
+    max_num_steps: Annotated[PositiveInt, Usual(1, 1e9, "a step each second for 30 years")] = 100
     """Steps to train before the run ends."""
     max_num_epochs: PositiveFloat | None = None
     """The run ends after this many passes over the training data, unless max_num_steps ends it first. The number of
     steps is computed when the run is submitted. If max_num_steps is not set, the epochs alone decide."""
-    num_examples_per_step: PositiveInt = 32
+    num_examples_per_step: Annotated[PositiveInt, Usual(1, 65_536, "512 in arXiv:2203.02155")] = 32
     """Examples in the batch of one step; a prompt with its chosen and rejected completions is one example."""
     seed: NonNegativeInt = 42
     """Seed of the order of the data and of a new head."""

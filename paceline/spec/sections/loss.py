@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
-from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Usual
 
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "cispo", "sapo", "vespo", "dppo", "rloo",
@@ -82,7 +82,7 @@ class LossSection(Section):
     `log_linear` interpolates by the token's version."""
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
     """ε: the ratio is clipped from below at 1 - ε; 1 is no bound."""
-    ratio_clip_max: NonNegativeFloat = 0.2
+    ratio_clip_max: Annotated[NonNegativeFloat, Usual(0, 10, "0.2 in arXiv:1707.06347, 0.28 in arXiv:2503.14476")] = 0.2
     """ε_high: the ratio is clipped from above at 1 + ε_high."""
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
     """Constant c of the dual clip, which also bounds the ratio for negative advantages."""
@@ -106,7 +106,7 @@ class LossSection(Section):
     """Decay of the sequence weight for negative advantages (`vespo`)."""
     reduction: Literal["grpo", "dapo", "dr_grpo", "bnpo", "sequence_sum"] = "dapo"
     """Reduction of token losses to one number, always over the global batch (`bnpo` excepted)."""
-    reference_policy_kl_penalty: NonNegativeFloat = 0.0
+    reference_policy_kl_penalty: Annotated[NonNegativeFloat, Usual(0, 1, "0.04 in arXiv:2402.03300")] = 0.0
     """β: weight of the KL to the reference policy; 0 loads no reference."""
     reference_policy_sync_steps: PositiveInt | None = None
     """Steps between two mixes of the policy into the reference; unset: the reference stays as before training."""
@@ -119,9 +119,11 @@ class LossSection(Section):
     every group, each with a copy of the reference."""
     use_kl_in_reward: bool = False
     """Subtract β·KL from the reward instead of adding it to the loss."""
-    entropy_bonus: NonNegativeFloat = 0.0
+    entropy_bonus: Annotated[NonNegativeFloat, Usual(0, 0.1, "0.01 in arXiv:1707.06347")] = 0.0
     """Weight of the mean entropy per token, which the loss rewards."""
-    truncated_importance_sampling_ratio: PositiveFloat | None = 2.0
+    truncated_importance_sampling_ratio: Annotated[
+        PositiveFloat | None, Usual(1, 100, "2, as in docs/use/objectives.md")
+    ] = 2.0
     """Upper bound of the proximal/behaviour weight that corrects for the sampler's older weights; null: no weight."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat = 0.0
     """Lower bound of the proximal/behaviour weight."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Usual
 
 
 class VllmSection(Section):
@@ -73,13 +73,15 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerSection(Section):
     """AdamW, as torch names its arguments."""
 
-    lr: PositiveFloat = 1e-6
+    lr: Annotated[
+        PositiveFloat, Usual(1e-9, 1e-2, "1e-6 in arXiv:2402.03300, 6e-4 from scratch in arXiv:2005.14165")
+    ] = 1e-6
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay factors of the two moments."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[PositiveFloat, Usual(1e-16, 1e-3, "1e-8 in arXiv:1711.05101")] = 1e-8
     """Number added to the denominator of the update."""
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: Annotated[NonNegativeFloat, Usual(0, 1, "0.1 in arXiv:2005.14165")] = 0.01
     """Decoupled weight decay, applied to matrices only."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the two moments in memory and in checkpoints. bfloat16 halves their memory; they are rounded
@@ -183,9 +185,9 @@ class LoraSection(Section):
 
     enabled: bool = False
     """Train an adapter."""
-    dim: PositiveInt = 8
+    dim: Annotated[PositiveInt, Usual(1, 1024, "1 to 64 in arXiv:2106.09685")] = 8
     """Rank of the adapter."""
-    alpha: PositiveInt = 32
+    alpha: Annotated[PositiveInt, Usual(1, 4096, "alpha/dim scales the update, arXiv:2106.09685")] = 32
     """Scale of the adapter: its product is multiplied by alpha / dim."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapter's inputs; for `sft` only, because other losses compare with a policy without dropout."""
@@ -204,8 +206,8 @@ class GenerationSection(Section):
     max_new_tokens: PositiveInt = 256
     """Longest completion, in tokens. `rest`: what the prompt leaves of policy.max_total_sequence_length."""
     min_new_tokens: NonNegativeInt = 0
-    """Allow no stop token before this many tokens; this biases the ratio, see allow_biased_sampling."""
-    temperature: PositiveFloat = 1.0
+    """Allow no stop token before this many tokens; biases the ratio, see allow_biased_sampling."""
+    temperature: Annotated[PositiveFloat, Usual(0.05, 2, "1.0 in arXiv:2503.14476, 0.6 in arXiv:2501.12948")] = 1.0
     """Sampling temperature; log-probabilities everywhere are at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the likeliest tokens up to this total probability. Below 1 biases the ratio, see allow_biased_sampling."""
@@ -215,9 +217,9 @@ class GenerationSection(Section):
     """If an engine with sequences to decode does not answer for this many seconds, its worker ends and other workers
     get the worker's leases. Set it far above the longest decode step, weight update or prefill."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Keep tokens with at least this fraction of the likeliest token's probability; a value above 0 biases the ratio,
-    see allow_biased_sampling."""
-    repetition_penalty: PositiveFloat = 1.0
+    """Keep tokens with at least this fraction of the likeliest token's probability; above 0 biases the ratio, see
+    allow_biased_sampling."""
+    repetition_penalty: Annotated[PositiveFloat, Usual(0.5, 2, "1.2 in arXiv:1909.05858")] = 1.0
     """Repetition penalty: divides positive and multiplies negative logits of tokens already in prompt or completion;
     other values than 1 bias the ratio, see allow_biased_sampling."""
     stop_token_ids: tuple[int, ...] = ()
@@ -302,9 +304,9 @@ class PolicySection(Section):
     train_mb_tokens: PositiveInt | Literal["auto"] = DEFAULT_ROW_TOKENS
     """Token budget of one micro-batch; sequences are packed up to it. auto: the most that fits the memory plan, chosen
     when the run is submitted (`paceline plan`)."""
-    num_updates_per_step: PositiveInt = 1
+    num_updates_per_step: Annotated[PositiveInt, Usual(1, 64, "16 in arXiv:2503.14476")] = 1
     """Optimizer updates per batch; the batch's groups are split among them."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Annotated[PositiveFloat, Usual(1e-3, 1e3, "1.0 in arXiv:2005.14165")] = 1.0
     """Gradients are clipped to this global norm."""
     skip_non_finite_updates: bool = False
     """Skip an optimizer update whose loss or gradient is not finite, and warn with its groups; false: pause the run."""
@@ -392,9 +394,9 @@ class ValueSection(Section):
     `run:ID`; default policy.model_name."""
     optimizer: OptimizerSection = OptimizerSection(lr=1e-5)
     """Optimizer of the value model; the shape of the schedule is the policy's."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Annotated[PositiveFloat, Usual(1e-3, 1e3, "1.0 in arXiv:2005.14165")] = 1.0
     """Gradients of the value model are clipped to this global norm."""
-    cliprange: PositiveFloat | None = 0.2
+    cliprange: Annotated[PositiveFloat | None, Usual(0.01, 10, "0.2 in arXiv:1707.06347")] = 0.2
     """A change of a value since the start of the step lowers the loss only up to this size; null: no bound."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     """λ of GAE: 0 uses the next token's value, 1 the reward alone."""

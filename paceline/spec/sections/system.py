@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section, Usual
 
 FORM = "[change of] METRIC <|<=|>|>= NUMBER [for N steps]"
 _PATTERN = re.compile(
@@ -236,16 +236,19 @@ class LoggerSection(Section):
         return trackers
 
 
+WORKERS = "a coordinator serves 8,192 members at most"
+
+
 class ClusterSection(Section):
     """Number of processes that `paceline up` starts on this host. The size of a cluster is its operator's decision."""
 
-    rollout_workers: PositiveInt = 2
+    rollout_workers: Annotated[PositiveInt, Usual(1, 1024, WORKERS)] = 2
     """Rollout services."""
-    reward_workers: PositiveInt = 1
+    reward_workers: Annotated[PositiveInt, Usual(1, 1024, WORKERS)] = 1
     """Reward services."""
-    environment_workers: NonNegativeInt | None = None
+    environment_workers: Annotated[NonNegativeInt | None, Usual(0, 1024, WORKERS)] = None
     """Environment services; unset: one if the run has an environment, else none."""
-    learner_ranks: PositiveInt = 1
+    learner_ranks: Annotated[PositiveInt, Usual(1, 1024, WORKERS)] = 1
     """Ranks of the learner."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: if no GPUs are named, `paceline up` divides those of the host and prints the division. cpu: use no GPU."""
@@ -256,9 +259,10 @@ class ClusterSection(Section):
     reward_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the reward workers, split evenly over them; empty: CPU."""
     gpu_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB (10⁹ bytes), to plan for GPUs of another host; unset: the GPUs of the planning host."""
-    threads_per_process: PositiveInt = 1
-    """Compute threads of each process on a CPU. With a GPU, a process gets its share of the cores if that is more."""
+    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of a run on GPUs elsewhere; unset: the planning host's.
+    """
+    threads_per_process: Annotated[PositiveInt, Usual(1, 1024, "the cores of a host")] = 1
+    """Compute threads of each process on a CPU. With a GPU: the share of the host's cores if that is more."""
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSection:

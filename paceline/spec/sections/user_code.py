@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Usual
 
 TurnAdvantage = Literal["outcome", "discounted", "turn_level"]
 
@@ -25,8 +25,8 @@ class RewardFunctionSection(Section):
     function: str
     """A built-in's name, or `path/to/file.py:function`."""
     name: str | None = None
-    """Name in metrics and samples; default: the function's name."""
-    weight: float = 1.0
+    """Name in metrics and samples; default the function's own."""
+    weight: Annotated[float, Usual(-100, 100, "1 in arXiv:2501.12948")] = 1.0
     """Factor in the sum of rewards."""
     weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()
     """Factors by step instead of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear between them,
@@ -35,9 +35,9 @@ class RewardFunctionSection(Section):
     """Makes the function a gate: below this value, the rewards of all functions that are not gates count as 0."""
     kwargs: dict[str, Any] = {}
     """Fixed keyword arguments for the function."""
-    timeout_s: PositiveFloat = 30.0
+    timeout_s: Annotated[PositiveFloat, Usual(0.01, 86_400, "a day")] = 30.0
     """One call on one group may take at most this many seconds."""
-    memory_mb: PositiveInt = 2048
+    memory_mb: Annotated[PositiveInt, Usual(16, 4_194_304, "4 TiB")] = 2048
     """The function may allocate at most this many MiB of address space in its process."""
 
     @property
@@ -97,13 +97,14 @@ class EnvironmentSection(Section):
     deterministic: bool = False
     """True if the environment answers equal calls equally, so that an episode whose process was lost is replayed from
     its record. A class may declare it with the attribute `deterministic = True`."""
-    max_turns: PositiveInt = 16
+    max_turns: Annotated[PositiveInt, Usual(1, 1000, "a turn is a call of the model")] = 16
     """An episode is truncated after this many turns of the model."""
-    timeout_s: PositiveFloat = 600.0
-    """Truncate an episode once its calls of the user's code took this many seconds; the model's time does not count."""
+    timeout_s: Annotated[PositiveFloat, Usual(0.01, 86_400, "a day")] = 600.0
+    """An episode is truncated after the user's code has taken this many seconds over all calls; the model's time does
+    not count."""
     call_timeout_s: PositiveFloat = 60.0
     """A call of the environment that takes more than this many seconds fails the sample's attempt."""
-    memory_mb: PositiveInt = 2048
+    memory_mb: Annotated[PositiveInt, Usual(16, 4_194_304, "4 TiB")] = 2048
     """The user's code may allocate at most this many MiB of address space in its process."""
     max_tool_tokens: PositiveInt = 4096
     """Largest number of tokens of an answer of a tool or of the environment; a longer answer is cut off and says so."""
