@@ -8,6 +8,7 @@ only between two decode steps; and an abort loses no generated token.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Protocol
@@ -56,11 +57,11 @@ class SamplingParams:
         for name, good, allowed in (
             ("max_new_tokens", self.max_new_tokens > 0, "positive"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
-            ("temperature", self.temperature > 0, "above 0; use 1e-4 for greedy decoding"),
+            ("temperature", 0 < self.temperature < math.inf, "finite and above 0; use 1e-4 for greedy decoding"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k <= MAX_ID, f"from 0 to {MAX_ID}"),
             ("min_p", 0 <= self.min_p < 1, "from 0 to below 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 means no penalty"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and above 0; 1 means no penalty"),
             (
                 "stop_token_ids",
                 len(self.stop_token_ids) <= MAX_STOP_IDS

@@ -19,7 +19,7 @@ from paceline.services.cli.render import PATH
 from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.access.insecure import check_coordinator, check_host, insecure_option, insecurity
 from paceline.services.common.access.page_keys import Access
-from paceline.services.common.options import directory_option, token_file_option
+from paceline.services.common.options import PORT, directory_option, token_file_option
 from paceline.services.common.processes.starting import announce
 from paceline.services.common.serving.endpoints import in_brackets
 from paceline.services.common.serving.grpc_server import remind, run_service
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 @directory_option
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
-@click.option("--port", default=USUAL_PORT, show_default=True, help="HTTP port; 0 takes a free one.")
+@click.option("--port", type=PORT, default=USUAL_PORT, show_default=True, help="HTTP port; 0 takes a free one.")
 @click.option(
     "--metrics-port",
-    type=click.IntRange(0, 65535),
+    type=PORT,
     help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
 )
 @click.option("--read-only", is_flag=True, help="Make the page read-only: no key can pause, resume or cancel.")

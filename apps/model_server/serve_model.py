@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput
 from paceline.services.cli.chat import changed, spec_of_model, with_generation
 from paceline.services.cli.render import FOLDER, PATH
 from paceline.services.common.access.insecure import check_host, insecure_option
-from paceline.services.common.options import device_option, directory_option
+from paceline.services.common.options import MAX_MB, PORT, device_option, directory_option
 from paceline.services.common.processes.starting import quiet_libraries
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ BATCH_SIZE = 32
 @click.option("--name", help="Model name for clients; default: the run's id or the folder's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
-@click.option("--port", default=8000, show_default=True, help="HTTP port; 0 takes a free one.")
+@click.option("--port", type=PORT, default=8000, show_default=True, help="HTTP port; 0 takes a free one.")
 @click.option(
     "--backend",
     type=click.Choice(["native", "vllm"]),
@@ -38,7 +38,9 @@ BATCH_SIZE = 32
     show_default=True,
     help="Engine that samples.",
 )
-@click.option("--max-new-tokens", type=int, help="Longest completion if a request sets no length; default: the run's.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), help="Longest completion if a request sets none; default: the run's."
+)
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1),
@@ -53,7 +55,7 @@ BATCH_SIZE = 32
 )
 @click.option(
     "--max-traces-mb",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_MB),
     default=1024,
     show_default=True,
     help="Largest size of that folder; the oldest files are removed.",

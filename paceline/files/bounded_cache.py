@@ -83,7 +83,7 @@ class CacheKind:
         """Return the cache that a variable names, or the user's `paceline/<folder_name>`. Raises InvalidInput."""
         named = os.environ.get(self.folder_variable)
         folder = Path(named) if named else _in_user_cache(folder_name)
-        return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
+        return BoundedCache(folder, bytes_by(self.size_variable, self.default_mb), self)
 
 
 def _free_bytes(folder: Path) -> int:
@@ -248,17 +248,21 @@ def use_own_compiled_code() -> None:
 
 def quota_bytes() -> int:
     """Return the bytes of checkpoints that may wait for upload, from PACELINE_SPOOL_MB. Raises InvalidInput."""
-    return _bytes_by(SIZE_VARIABLE, DEFAULT_MB)
+    return bytes_by(SIZE_VARIABLE, DEFAULT_MB)
 
 
 def _in_user_cache(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / name
 
 
-def _bytes_by(variable: str, default_mb: int) -> int:
+MAX_DIGITS = 12
+
+
+def bytes_by(variable: str, default_mb: int, *, least_mb: int = 1) -> int:
+    """Return the bytes that a variable sets as a number of MB. Raises InvalidInput."""
     text = os.environ.get(variable) or str(default_mb)
-    if not text.isdecimal() or not int(text):
-        raise InvalidInput(f"{variable} is {text!r}; set it to a number of MB")
+    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < least_mb:
+        raise InvalidInput(f"{variable} is {text[:80]!r}; set it to a number of MB, of {MAX_DIGITS} digits at most")
     return int(text) << 20
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 from paceline.errors import Unreadable
+from paceline.files.bounded_cache import bytes_by
 from paceline.host.own_folder import own_folder
 
 log = logging.getLogger(__name__)
@@ -51,14 +52,13 @@ class AnswerCache:
     @classmethod
     def of_user(cls) -> AnswerCache | None:
         """Return the cache that the environment names. Return None if the limit is 0, or if files are encrypted with a
-        storage key, because the cache is not encrypted."""
+        storage key, because the cache is not encrypted. Raises InvalidInput for a limit that is no number."""
         given = os.environ.get(FOLDER_VARIABLE)
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "answers"
-        text = os.environ.get("PACELINE_ANSWER_CACHE_MB", "")
-        size_mb = int(text) if text.isdecimal() else DEFAULT_MB
-        if not size_mb or any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
+        size_bytes = bytes_by("PACELINE_ANSWER_CACHE_MB", DEFAULT_MB, least_mb=0)
+        if not size_bytes or any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
             return None
-        return cls(Path(given) if given else base, size_mb << 20)
+        return cls(Path(given) if given else base, size_bytes)
 
     def get(self, digest: str) -> str | None:
         with self._used() as db:

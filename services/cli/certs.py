@@ -18,7 +18,7 @@ from paceline.tls.certificates import ROLES, Certificate, read_certificate
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 COLUMNS = ("name", "role", "hosts", "valid until", "left")
 
-POSITIVE = click.FloatRange(min=0, min_open=True)
+POSITIVE = click.FloatRange(0, 36_500, min_open=True)
 folder_argument = click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
 
 

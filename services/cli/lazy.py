@@ -4,9 +4,11 @@ Its headings are those of `paceline --help`, or SERVE for roles of `paceline ser
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -77,7 +79,10 @@ class LazyGroup(click.Group):
         target, summary = self._own.get(cmd_name) or self.entries[cmd_name]
         module, _, attribute = target.partition(":")
         found = getattr(importlib.import_module(module), attribute)
-        return found if isinstance(found, click.Command) else click.Command(cmd_name, callback=found, help=summary)
+        if not isinstance(found, click.Command):
+            return click.Command(cmd_name, callback=found, help=summary)
+        _bound_numbers(found)
+        return found
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -103,8 +108,38 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"{error.message.rstrip('.')}{clause}", ctx=error.ctx) from None
         except PacelineError as error:
             raise click.ClickException(str(error)) from None
+        except OSError as error:  # a file of the user's; click handles a closed pipe
+            if error.filename is None or error.errno == errno.EPIPE:
+                raise
+            raise click.ClickException(f"{error.filename}: {error.strerror}") from None
 
 
+def _bound_numbers(command: click.Command) -> None:
+    """Let every number option of a command and of its subcommands refuse NaN, infinities and integers beyond 64 bits,
+    which click's types accept."""
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        _bound_numbers(below)
+    for parameter in command.params:
+        if not isinstance(parameter.callback, _Bounded):
+            parameter.callback = _Bounded(parameter.callback)
+
+
+class _Bounded:
+    """Callback of a parameter that checks its numbers first."""
+
+    def __init__(self, inner: Callable[[click.Context, click.Parameter, Any], Any] | None) -> None:
+        self._inner = inner
+
+    def __call__(self, context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise click.BadParameter(f"{number} is not a finite number.", context, parameter)
+            if isinstance(number, int) and abs(number) > MAX_INT:
+                raise click.BadParameter(f"{number} is beyond 64 bits.", context, parameter)
+        return value if self._inner is None else self._inner(context, parameter, value)
+
+
+MAX_INT = (1 << 63) - 1
 MEANT = {
     word: command
     for command, words in {

@@ -36,7 +36,7 @@ def token() -> None:
     "--days",
     default=90.0,
     show_default=True,
-    type=click.FloatRange(min=0.0),
+    type=click.FloatRange(0, 36_500),
     help="Days for which the token is valid; 0 means without end.",
 )
 @click.option("--out", type=PATH, help="New file for the token, mode 0600. Default: print it.")

@@ -19,6 +19,9 @@ from paceline.host.process import require_linux
 from paceline.services.common.access.insecure import check_coordinator, check_host, insecure_option
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+PORT = click.IntRange(0, 65535)
+SECONDS = click.FloatRange(0, 1e9)
+MAX_MB = 1 << 40
 
 
 def linux_only(command: CommandT) -> CommandT:
@@ -117,16 +120,16 @@ def worker_options(
         _address_option,
         click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),
         insecure_option,
-        click.option("--port", default=0, show_default=True, help=f"{port}; 0 takes a free port."),
+        click.option("--port", type=PORT, default=0, show_default=True, help=f"{port}; 0 takes a free port."),
         click.option(
             "--advertise-host", default="", help="Address at which other workers reach this machine. Default: --host."
         ),
-        click.option("--name", default=name, help="Name for people to read; the member id begins with this name."),
-        click.option("--grace", "grace_s", default=25.0, show_default=True, help=grace),
+        click.option("--name", default=name, help="Name for people to read; the member id begins with it."),
+        click.option("--grace", "grace_s", type=SECONDS, default=25.0, show_default=True, help=grace),
         click.option(
             "--metrics-port",
-            type=click.IntRange(0, 65535),
-            help="Port on --host that serves /metrics for Prometheus; 0 takes a free port. Default: none.",
+            type=PORT,
+            help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
         ),
         click.option(
             "--ready-file",

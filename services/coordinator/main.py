@@ -31,6 +31,9 @@ from paceline.services.common.access.insecure import check_host, insecure_option
 from paceline.services.common.access.token_guard import TokenGuard
 from paceline.services.common.access.token_table import FILE_NAME as TOKENS_NAME
 from paceline.services.common.options import (
+    MAX_MB,
+    PORT,
+    SECONDS,
     directory_option,
     functions_from_option,
     linux_only,
@@ -254,13 +257,13 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @store_option
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
-@click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free port.")
+@click.option("--port", type=PORT, default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
 @click.option(
     "--people-port",
-    type=click.IntRange(0, 65535),
-    help="Second gRPC port, for people without a client certificate under --tls-dir; 0 takes a free port. Default: none.",
+    type=PORT,
+    help="Second gRPC port, for people without a client certificate under --tls-dir; 0 takes a free one, default none.",
 )
-@click.option("--exchange-port", default=0, show_default=True, help="ZeroMQ port; 0 takes a free port.")
+@click.option("--exchange-port", type=PORT, default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
 @click.option(
     "--exchange-endpoint",
     default="",
@@ -269,6 +272,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--heartbeat-timeout",
     "timeout_s",
+    type=click.FloatRange(0.1, 1e9),
     default=10.0,
     show_default=True,
     help="Seconds of silence after which a worker is removed.",
@@ -276,12 +280,14 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--grace",
     "grace_s",
+    type=SECONDS,
     default=25.0,
     show_default=True,
     help="Seconds to wait, at SIGTERM, for workers that are stopping too.",
 )
 @click.option(
     "--min-free-mb",
+    type=click.IntRange(0, MAX_MB),
     default=512,
     show_default=True,
     help="MB that must be free on the ledger's disk for new groups to be admitted.",
@@ -293,7 +299,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 )
 @click.option(
     "--bundle-quota-mb",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_MB),
     default=65_536,
     show_default=True,
     help="Most MB that the files of bundles may take, all runs together.",
@@ -309,15 +315,15 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--scaling-period",
     "scaling_period_s",
-    type=click.FloatRange(min=0.5),
+    type=click.FloatRange(0.5, 1e9),
     default=PERIOD_S,
     show_default=True,
     help="Seconds between two decisions on the sizes of pools.",
 )
 @click.option(
     "--metrics-port",
-    type=click.IntRange(0, 65535),
-    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free port. Default: none.",
+    type=PORT,
+    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one, default none.",
 )
 @functions_from_option
 @token_file_option

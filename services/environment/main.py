@@ -33,6 +33,7 @@ NAME = "paceline.v1.EnvironmentWorker"
 @worker_options("environment", grace="Seconds to finish episodes at SIGTERM.")
 @click.option(
     "--processes",
+    type=click.IntRange(0, 4096),
     default=0,
     show_default=True,
     help="Processes for user code; 0: environment.processes of the run, or one process for each core if the run has 0 too.",

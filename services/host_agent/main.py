@@ -20,7 +20,7 @@ from paceline.services.common.access.insecure import (
     insecure_option,
     insecurity,
 )
-from paceline.services.common.options import linux_only
+from paceline.services.common.options import PORT, linux_only
 from paceline.services.common.processes.starting import raise_file_limit
 from paceline.services.common.relay import fabric_option
 from paceline.weights.hosts.local_socket import listen, socket_name
@@ -46,7 +46,9 @@ log = logging.getLogger(__name__)
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
 @fabric_option
-@click.option("--port", default=0, show_default=True, help="Port for relays of other hosts; 0 takes a free port.")
+@click.option(
+    "--port", type=PORT, default=0, show_default=True, help="Port for relays of other hosts; 0 takes a free one."
+)
 @click.option(
     "--socket",
     "name",

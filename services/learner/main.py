@@ -15,7 +15,7 @@ import click
 
 from paceline.errors import PacelineError
 from paceline.services.common.access.insecure import check_coordinator
-from paceline.services.common.options import device_option, linux_only, token_file_option, worker_options
+from paceline.services.common.options import SECONDS, device_option, linux_only, token_file_option, worker_options
 from paceline.services.common.processes.starting import die_with_starter, quiet_libraries
 from paceline.services.common.relay import fabric_option, zone_option
 from paceline.services.learner.launcher import end_as, run_ranks
@@ -34,7 +34,7 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
 @zone_option
 @click.option(
     "--ranks",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 4096),
     help="Ranks to start on this host. Default: PET_NPROC_PER_NODE, else 1.",
 )
 @click.option(
@@ -43,7 +43,9 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
     metavar="N|MIN:MAX",
     help="Hosts of this learner. Default: from torchrun's, LeaderWorkerSet's or Slurm's variables, else 1.",
 )
-@click.option("--node-rank", type=int, help="Position of this host among the learner's hosts, from 0.")
+@click.option(
+    "--node-rank", type=click.IntRange(0, 1 << 20), help="Position of this host among the learner's hosts, from 0."
+)
 @click.option(
     "--rendezvous",
     default="",
@@ -54,7 +56,7 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
 @click.option(
     "--node-wait",
     "node_wait_s",
-    type=click.FloatRange(min=0),
+    type=SECONDS,
     default=600.0,
     show_default=True,
     help="Seconds to wait for the other nodes.",

@@ -45,7 +45,13 @@ log = logging.getLogger(__name__)
 
 @click.command()
 @worker_options("reward", grace="Seconds to finish tasks at SIGTERM.")
-@click.option("--processes", default=1, show_default=True, help="Number of groups to score at the same time.")
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 4096),
+    default=1,
+    show_default=True,
+    help="Number of groups to score at the same time.",
+)
 @functions_from_option
 @only_option
 @user_code_options

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_SESSION_CHARS = 256
+MAX_GRACE_S = 86_400.0
 BEGUN_VERSION = Version(0, 0)
 """Placeholder version of `begun_ids`. These tokens are not part of the answer."""
 
@@ -99,6 +100,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     @with_status
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.DrainResponse:
+        if not 0 <= request.grace_s <= MAX_GRACE_S:
+            raise InvalidInput(f"grace_s is {request.grace_s:g}; must be from 0 to {MAX_GRACE_S:g} seconds")
         return rollout_pb2.DrainResponse(returned=await self._worker.drain(request.grace_s))
 
 

@@ -31,17 +31,20 @@ if TYPE_CHECKING:
 @click.option(
     "--from",
     "start",
-    type=int,
+    type=click.IntRange(0),
     default=0,
     show_default=True,
     help="First step to train: 0, or a step with a checkpoint.",
 )
 @click.option(
-    "--to", "end", type=int, help="Step before which the replay ends. Default: it ends after the last trained step."
+    "--to",
+    "end",
+    type=click.IntRange(1),
+    help="Step before which the replay ends. Default: it ends after the last trained step.",
 )
 @click.option("--output", type=PATH, help="New folder for the results.")
-@click.option("--ranks", type=int, help="Number of the learner's ranks. Default: the recorded number.")
-@click.option("--threads", type=int, help="Compute threads of each rank. Default: the recorded number.")
+@click.option("--ranks", type=click.IntRange(1, 4096), help="Ranks of the learner; default as recorded.")
+@click.option("--threads", type=click.IntRange(1, 4096), help="Compute threads of each rank; default as recorded.")
 @device_option
 @directory_option
 @json_option

@@ -18,9 +18,15 @@ from paceline.services.cli import render
 from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
 from paceline.services.cli.running.progress import Shown, shown_options
 from paceline.services.cli.running.watching import follow, wait_for
-from paceline.services.common.options import coordinator_option, find_run, json_option, print_json, recorded_option
-from paceline.services.local.cluster import LocalCluster
-from paceline.spec import ClusterSection, RunSpec
+from paceline.services.common.options import (
+    SECONDS,
+    coordinator_option,
+    find_run,
+    json_option,
+    print_json,
+    recorded_option,
+)
+from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
     from paceline.v1.status_pb2 import PoolStatus, StatusResponse
@@ -150,7 +156,9 @@ def resume(run: str, coordinator: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run")
-@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds to wait for the checkpoint.")
+@click.option(
+    "--timeout", "timeout_s", type=SECONDS, default=600.0, show_default=True, help="Seconds to wait for the checkpoint."
+)
 @coordinator_option
 @json_option
 def checkpoint(run: str, timeout_s: float, coordinator: str, as_json: bool) -> None:
@@ -270,7 +278,12 @@ def members(coordinator: str, as_json: bool) -> None:
 @click.command()
 @click.argument("member")
 @click.option(
-    "--grace", "grace_s", default=60.0, show_default=True, help="Seconds in which the worker may finish its work."
+    "--grace",
+    "grace_s",
+    type=SECONDS,
+    default=60.0,
+    show_default=True,
+    help="Seconds in which the worker may finish its work.",
 )
 @coordinator_option
 @json_option

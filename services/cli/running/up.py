@@ -24,6 +24,8 @@ from paceline.services.cli.running.watching import follow
 from paceline.services.common.access.insecure import check_host, insecure_option
 from paceline.services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
 from paceline.services.common.options import (
+    PORT,
+    SECONDS,
     directory_option,
     functions_from_option,
     linux_only,
@@ -74,7 +76,7 @@ no_page_option = click.option("--no-page", is_flag=True, help="Do not start the 
 )
 @insecure_option
 @click.option(
-    "--port", type=int, help=f"Port of the coordinator; default: {USUAL_PORT}, or a free port if {USUAL_PORT} is taken."
+    "--port", type=PORT, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
 )
 @click.option("--keep", is_flag=True, help="Keep the services after the run has ended, until Ctrl-C.")
 @no_page_option
@@ -94,6 +96,7 @@ no_page_option = click.option("--no-page", is_flag=True, help="Do not start the 
 @click.option(
     "--grace",
     "grace_s",
+    type=SECONDS,
     default=GRACE_S,
     show_default=True,
     help="Seconds for the services to return leases and write a checkpoint at Ctrl-C or SIGTERM.",

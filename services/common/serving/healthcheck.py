@@ -18,7 +18,14 @@ from paceline.tls.folder import TlsFolder, tls_folder
 
 @click.command()
 @click.argument("address")
-@click.option("--timeout", "timeout_s", default=3.0, show_default=True, help="Seconds to wait for the answer.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, 1e9, min_open=True),
+    default=3.0,
+    show_default=True,
+    help="Seconds to wait for the answer.",
+)
 @click.option("--service", default="", help="gRPC service to check. Default: the server as a whole.")
 def main(address: str, timeout_s: float, service: str) -> None:
     """Ask the server at ADDRESS (HOST:PORT, or http://HOST:PORT/PATH) whether it serves."""

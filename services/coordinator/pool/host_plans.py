@@ -21,6 +21,7 @@ from typing import NamedTuple
 from paceline.groups import Version
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.text_limits import seconds
 from paceline.v1 import worker_pb2
 
 FALLBACKS = 3
@@ -90,7 +91,7 @@ class HopSpeeds:
 
     def note(self, transfer: worker_pb2.HostTransfer) -> bool:
         """Add a measurement; return whether the host has just become slow."""
-        busy_s = transfer.seconds - transfer.waited_s
+        busy_s = seconds(transfer.seconds) - seconds(transfer.waited_s)
         if not transfer.received_bytes or not busy_s > 0:
             return False
         relay_id = transfer.agent_id

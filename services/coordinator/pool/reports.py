@@ -235,7 +235,7 @@ class Reports:
             with self._ledger.transaction():
                 # A learner repeats earlier reports after a restart.
                 if self._ledger.checkpoints.add(report):
-                    content = {"step": report.step, "path": report.path, "seconds": report.seconds}
+                    content = {"step": report.step, "path": report.path, "seconds": seconds(report.seconds)}
                     self._ledger.add_event(report.run_id, "checkpoint", content)
                 sessions.mark_surplus_removed(self._ledger, run.run_id, run.spec.checkpointing)
             kept = sessions.kept_paths(self._ledger, report.run_id)
