@@ -22,3 +22,7 @@ def test_the_environment_says_where_and_how_large(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PACELINE_SPOOL_MB", "much")
     with pytest.raises(InvalidInput, match="PACELINE_SPOOL_MB is 'much'; set it to a number of MB"):
         quota_bytes()
+    for number in ("9" * 13, "9" * 5000, "nan", "inf", "-1", "0", "1e3"):
+        monkeypatch.setenv("PACELINE_SPOOL_MB", number)
+        with pytest.raises(InvalidInput, match="set it to a number of MB"):
+            quota_bytes()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.encryption.storage_key import StorageKey
+from paceline.errors import InvalidInput
 from paceline.reward.endpoints.cache import FILE, AnswerCache, digest_of
 
 ROOM = 64 << 20
@@ -93,6 +94,9 @@ def test_the_environment_names_folder_and_size(monkeypatch: pytest.MonkeyPatch, 
     assert cache._max_bytes == 3 << 20
     monkeypatch.setenv("PACELINE_ANSWER_CACHE_MB", "0")
     assert AnswerCache.of_user() is None
+    monkeypatch.setenv("PACELINE_ANSWER_CACHE_MB", "9" * 5000)
+    with pytest.raises(InvalidInput, match="PACELINE_ANSWER_CACHE_MB is '9"):
+        AnswerCache.of_user()
 
 
 def test_with_a_storage_key_answers_are_not_kept(given_key: StorageKey) -> None:

@@ -74,6 +74,9 @@ async def generate(worker: RolloutWorker, **request: Any) -> rollout_pb2.Generat
         ({"prompt": "1", "params": {"stop_token_ids": [1] * 1000}}, "stop_token_ids is 1000"),
         ({"prompt": "1", "params": {"min_new_tokens": 1 << 31}}, "min_new_tokens"),
         ({"prompt": "1", "params": {"max_new_tokens": 1 << 31}}, "max_new_tokens"),
+        ({"prompt": "1", "params": {"temperature": float("inf")}}, "temperature is inf, must be finite"),
+        ({"prompt": "1", "params": {"temperature": float("nan")}}, "temperature is nan, must be finite"),
+        ({"prompt": "1", "params": {"top_p": float("nan")}}, "top_p is nan"),
     ],
 )
 async def test_a_caller_s_numbers_have_bounds(
@@ -83,6 +86,14 @@ async def test_a_caller_s_numbers_have_bounds(
         await generate(worker, **request_)
     assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert bench.engine.asked == []
+
+
+@pytest.mark.parametrize("grace_s", [float("nan"), float("inf"), -1.0, 1e300])
+async def test_a_drain_without_an_end_is_refused(worker: RolloutWorker, grace_s: float) -> None:
+    context: Any = Context()
+    with pytest.raises(Aborted, match="must be from 0 to 86400 seconds"):
+        await RolloutServicer(worker).Drain(rollout_pb2.DrainRequest(grace_s=grace_s), context)
+    assert not worker.drained.is_set()
 
 
 async def test_callers_share_the_gate_and_end_with_their_call(worker: RolloutWorker, bench: Bench) -> None:

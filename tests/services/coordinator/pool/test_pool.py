@@ -158,11 +158,14 @@ async def test_a_checkpoint_that_is_reported_again_is_no_news(plane: Plane) -> N
     await worker.hear("run")
     for step in (1, 1, 2):
         path = str(plane.directory / run.run_id / "checkpoints" / f"1-{step}")
-        report = worker_pb2.CheckpointReport(run_id=run.run_id, session=1, step=step, path=path, sha256="0" * 64)
+        report = worker_pb2.CheckpointReport(
+            run_id=run.run_id, session=1, step=step, path=path, sha256="0" * 64, seconds=float("nan")
+        )
         worker.say(checkpoint=report)
     await plane.watch_until(run.run_id, "checkpoint", step=2)
     kinds = [event["kind"] for event in plane.ledger.events(run.run_id, 0)]
     assert kinds.count("checkpoint") == 2
+    assert "NaN" not in str([event["json"] for event in plane.ledger.events(run.run_id, 0)])
 
 
 async def test_a_session_of_another_run_is_none_of_this(plane: Plane) -> None:
