@@ -83,6 +83,10 @@ class BlobStore:
             if left < 0 and not self._is_suspect:
                 break
             try:
+                with self._open(sha256) as file:
+                    if file.seek(0, os.SEEK_END) != sizes[sha256]:
+                        _remove(self._path(sha256))
+                        continue
                 for _ in self.read(sha256):
                     pass
             except NotFound:

@@ -2,15 +2,16 @@
 
     python tests/fuzz/hostile_files.py --rounds 200 --seed 1
 
-A case is a small valid file and the command that reads it. Each round changes the file and runs the command in this process: it has
-to end within LIMIT_S and with at most MAX_BYTES of further address space, with success or with a message, never with a traceback.
+A case is a small valid file and the command, or the part of a service's start, that reads it. Each round changes the file, or puts
+something that is no file in its place, and runs the command in this process: it has to end within LIMIT_S and with at most MAX_BYTES of further address space, with success or with a message, never with a traceback.
 The last line is one JSON object: `rounds`, and the `faults` by case.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import copy
+import hashlib
 import json
 import os
 import random
@@ -30,45 +31,29 @@ from typing import Any
 import click
 import yaml
 from click.testing import CliRunner
+from hostile_changes import OBJECTS, changed, changed_value, put_back, remove, sparse
 
+from paceline.apps.model_server.trace_log import TraceLog
 from paceline.bundle.manifest import Manifest
 from paceline.errors import PacelineError
 from paceline.models.evaluation_results import RESULT, SAMPLES, write_result
 from paceline.services.cli.main import main as paceline
+from paceline.services.common.access.callers import TokenCallers
 from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import FILE_NAME as TOKENS
 from paceline.services.common.access.token_table import create as create_token
+from paceline.services.coordinator.audit_log.log import AuditLog
+from paceline.services.coordinator.blobs import BlobStore
+from paceline.services.coordinator.bundle_servicer import Upload
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.rollout.openai.server import FeedbackAsk
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "recorded.tar.xz"
 LIMIT_S = 30.0
 MAX_BYTES = 4 << 30
-MAX_FILE_BYTES = 8 << 20
+OBJECT_SHARE = 0.1
 UNDECIDED = 2
 """Status of `paceline gate` with few problems."""
-
-INSERTIONS = (
-    b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xc3\x28", b"\r", b"[" * 20_000, b'{"a":' * 20_000, b"9" * 5000, b"NaN", b"Infinity",
-    b"-1", b"1e999", b"null", b"true", b'""', b"[]", b"{}", b"&a [*a]", b"<<: *a", b"!!python/object:x", b"\n\n", b",", b'"', b"'",
-    b"\\u0000", b"\\ud800", b"A" * 100_000, b"%s%n", b"../../x", b"=", b"- " * 3000, b"? " * 3000, b"\t",
-)  # fmt: skip
-VALUES = (
-    None,
-    True,
-    -1,
-    0,
-    2**70,
-    -(2**63),
-    1e308,
-    "",
-    "x" * 10_000,
-    "\x00",
-    "\ud800",
-    [],
-    {},
-    [[[]]],
-    {"a": {}},
-    "NaN",
-)
 
 
 class Slow(BaseException):
@@ -85,59 +70,7 @@ class Case:
     """Returns the exit status; raises what a user would see as a traceback."""
     values: Callable[[Any], None] | None = None
     """Writes a changed value of the file's JSON with its digests, for files that are signed."""
-
-
-def changed(content: bytes, dice: random.Random) -> bytes:
-    """Return the content with a few changes: bits, cuts, repetitions, insertions."""
-    made = bytearray(content)
-    for _ in range(dice.choice((1, 1, 1, 2, 5))):
-        place = dice.randrange(len(made) + 1)
-        match dice.randrange(6):
-            case 0:
-                for _ in range(dice.randrange(1, 9)):
-                    if made:
-                        made[dice.randrange(len(made))] ^= 1 << dice.randrange(8)
-            case 1:
-                del made[place:]
-            case 2:
-                end = dice.randrange(place, len(made) + 1)
-                del made[place : min(end, place + 200)]
-            case 3:
-                end = min(len(made), place + dice.randrange(200))
-                made[place:place] = made[place:end] * dice.choice((1, 2, 100))
-            case 4:
-                made[place:place] = dice.choice(INSERTIONS)
-            case _:
-                end = min(len(made), place + dice.randrange(1, 20))
-                made[place:end] = dice.choice(INSERTIONS)
-    return bytes(made[:MAX_FILE_BYTES])
-
-
-def changed_value(value: Any, dice: random.Random) -> Any:
-    """Return a JSON value with one part replaced, removed or added."""
-    value = copy.deepcopy(value)
-    parent, key = _place(value, dice)
-    if parent is None:
-        return dice.choice(VALUES)
-    match dice.randrange(4):
-        case 0 if isinstance(parent, dict):
-            del parent[key]
-        case 1 if isinstance(parent, dict):
-            parent[dice.choice(("x", "", "\x00", "a.b"))] = dice.choice(VALUES)
-        case 2 if isinstance(parent, list):
-            parent[:] = parent * dice.choice((0, 2, 50))
-        case _:
-            parent[key] = dice.choice(VALUES)
-    return value
-
-
-def _place(value: Any, dice: random.Random) -> tuple[Any, Any]:
-    """Return a part of a value and the key or index of one of its parts; None for a value without any."""
-    parent, key = None, None
-    while isinstance(value, dict | list) and value and (parent is None or dice.random() < 0.7):
-        parent, key = value, dice.choice(sorted(value) if isinstance(value, dict) else range(len(value)))
-        value = value[key]
-    return parent, key
+    objects: tuple[Callable[[Path], None], ...] = tuple(OBJECTS.values())
 
 
 @contextlib.contextmanager
@@ -176,7 +109,10 @@ def attack(case: Case, rounds: int, seed: int) -> list[str]:
     assert status in (0, UNDECIDED), f"{case.name}: the valid file is refused with {status}"
     try:
         for _ in range(rounds):
-            if case.values is not None and dice.random() < 0.8:
+            if dice.random() < OBJECT_SHARE:
+                remove(case.file)
+                dice.choice(case.objects)(case.file)
+            elif case.values is not None and dice.random() < 0.8:
                 value = changed_value(json.loads(valid), dice)
                 with contextlib.suppress(ValueError, TypeError, RecursionError):  # a value that cannot be signed
                     case.values(value)
@@ -194,15 +130,15 @@ def attack(case: Case, rounds: int, seed: int) -> list[str]:
                     _keep(case, len(faults))
                 faults[fault] += 1
             finally:
-                case.file.write_bytes(valid)
+                put_back(case.file, valid)
     finally:
-        case.file.write_bytes(valid)
+        put_back(case.file, valid)
     return [f"{fault} ({number} times)" for fault, number in faults.most_common(20)]
 
 
 def _keep(case: Case, number: int) -> None:
     """Keep a file that was not answered well, to look at."""
-    if (folder := os.environ.get("HOSTILE_KEEP")) is not None:
+    if (folder := os.environ.get("HOSTILE_KEEP")) is not None and case.file.is_file():
         shutil.copy(case.file, Path(folder) / f"{case.name.replace(' ', '-')}-{number}")
 
 
@@ -231,6 +167,7 @@ def cases(folder: Path) -> list[Case]:
         *_key_cases(folder),
         *_record_cases(folder),
         _manifest_case(folder),
+        *_service_cases(folder),
     ]
 
 
@@ -427,6 +364,65 @@ def _manifest_case(folder: Path) -> Case:
         return 0
 
     return Case("manifest of a bundle", file, read, lambda value: _write(file, value))
+
+
+def _service_cases(folder: Path) -> list[Case]:
+    """Files that services read when they start, or that a person's resume has to repair."""
+    objects = (*OBJECTS.values(), sparse)
+    audited, tokens, traces, blobs = (folder / name for name in ("audited", "tokens", "traces", "blobs"))
+
+    def start() -> int:
+        with contextlib.suppress(PacelineError), contextlib.closing(Ledger(audited / "ledger.sqlite")) as ledger:
+            AuditLog(ledger).close()
+        return 0
+
+    def accept() -> int:
+        TokenCallers(lambda: "bootstrap", tokens / "token", tokens / TOKENS)
+        return 0
+
+    async def rated() -> None:
+        with contextlib.closing(TraceLog(traces, "m", 1 << 20)) as log:
+            await log.record("b", [{"prompt": "1+1=", "completion": "2"}])
+            await log.rate(FeedbackAsk(completion_id="b", index=0, score=1.0))
+            with contextlib.suppress(PacelineError):
+                await log.rate(FeedbackAsk(completion_id="a", index=0, score=1.0))
+
+    def rate() -> int:
+        asyncio.run(rated())
+        for path in sorted(traces.iterdir()):
+            if path != traces / "requests-000001.jsonl":
+                remove(path)
+        return 0
+
+    def resend() -> int:
+        store, upload = BlobStore(blobs), Upload(BlobStore(blobs))
+        if sha256 in store.missing({sha256: len(content)}):
+            upload.take(sha256, len(content), 0, content)
+        assert b"".join(store.read(sha256)) == content
+        return 0
+
+    start()
+    tokens.mkdir()
+    create_token(tokens / TOKENS, "ann", CallerRole.VIEWER, 86_400.0)
+    traces.mkdir()
+    row = {"id": "a", "choice": 0, "prompt": "1+1=", "completion": "2", "final_reward": None}
+    (traces / "requests-000001.jsonl").write_text(json.dumps(row) + "\n")
+    content = b"content of a bundled file\n" * 20
+    sha256 = hashlib.sha256(content).hexdigest()
+    resend()
+    log = audited / "audit" / "000001.jsonl"
+    of_audit = ("--directory", audited)
+    return [
+        Case("start with an audit log", log, start, objects=objects),
+        Case("audit verify", log, lambda: 0 * command("audit", "verify", *of_audit), objects=objects),
+        Case("audit show", log, lambda: 0 * command("audit", "show", *of_audit), objects=objects),
+        Case(
+            "ledger verify with an audit log", log, lambda: 0 * command("ledger", "verify", *of_audit), objects=objects
+        ),
+        Case("start with tokens", tokens / TOKENS, accept, objects=objects),
+        Case("start with traces", traces / "requests-000001.jsonl", rate, objects=objects),
+        Case("resume with blobs", blobs / sha256[:2] / sha256[2:], resend, objects=objects),
+    ]
 
 
 def _write(file: Path, value: Any) -> None:

@@ -21,6 +21,9 @@ KNOWN_SHARE = 0.7
 TORN_SHARE = 0.15
 """Probability that the bytes of a message are torn, flipped or grown afterwards."""
 
+EMPTY_SHARE = 0.03
+"""Probability that a message has no field."""
+
 LONG_SHARE = 0.01
 """Probability that a text is long or a list has many elements."""
 
@@ -49,6 +52,8 @@ class Maker:
     def message(self, kind: Descriptor, depth: int = 0) -> Any:
         """A message of the kind."""
         made = message_factory.GetMessageClass(kind)()
+        if self.random.random() < EMPTY_SHARE:
+            return made
         chosen = {self.random.choice(group.fields).name for group in kind.oneofs}
         for field in kind.fields:
             if field.containing_oneof is not None and field.name not in chosen:

@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from hostile_files import attack, cases, changed, changed_value
+from hostile_changes import changed, changed_value
+from hostile_files import attack, cases
 
 ROUNDS = 3
 
