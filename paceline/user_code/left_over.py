@@ -27,7 +27,7 @@ MARK = "PACELINE_USER_CODE"
 END_S = 2.0
 """Longest time in which strays are killed again, because they may start others."""
 REAP_S = 1.0
-"""Least time between two looks for zombies."""
+"""Least time between two searches for zombies."""
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ REMEDY = "restore a backup, or what `sqlite3 .recover` can read (docs/operate/op
 EXPLAIN_S = 30.0
 """Longest time in which the damage behind an error is searched; `paceline ledger verify` reads the whole file."""
 PROGRESS = 100_000
-"""SQLite's instructions between two looks at the clock."""
+"""SQLite's instructions between two readings of the clock."""
 
 MAX_TEXT = 500
 """Largest number of characters of a problem, because a damaged record can have any length."""
