@@ -58,6 +58,8 @@ KERNEL = ("/proc", "/sys")
 
 shown: Counter[str] = Counter()
 """Folders of caches whose files may be read now, by the number of their holders."""
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
+"""Error numbers of `open_regular` for a path that has no file, which no retry changes."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -86,6 +88,12 @@ def open_named(path: str | Path) -> BinaryIO:
         file.close()
         raise
     return file
+
+
+def fd_to_append(path: Path) -> int:
+    """Return a descriptor that appends to a file, which is made if it is missing. Raises OSError, also for a FIFO that
+    nothing reads."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
 
 
 def read_regular(path: str | Path) -> bytes:

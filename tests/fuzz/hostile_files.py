@@ -71,6 +71,7 @@ class Case:
     values: Callable[[Any], None] | None = None
     """Writes a changed value of the file's JSON with its digests, for files that are signed."""
     objects: tuple[Callable[[Path], None], ...] = tuple(OBJECTS.values())
+    """What is put in its place."""
 
 
 @contextlib.contextmanager
@@ -109,7 +110,7 @@ def attack(case: Case, rounds: int, seed: int) -> list[str]:
     assert status in (0, UNDECIDED), f"{case.name}: the valid file is refused with {status}"
     try:
         for _ in range(rounds):
-            if dice.random() < OBJECT_SHARE:
+            if case.objects and dice.random() < OBJECT_SHARE:
                 remove(case.file)
                 dice.choice(case.objects)(case.file)
             elif case.values is not None and dice.random() < 0.8:
@@ -363,7 +364,7 @@ def _manifest_case(folder: Path) -> Case:
             Manifest.read(file.read_bytes())
         return 0
 
-    return Case("manifest of a bundle", file, read, lambda value: _write(file, value))
+    return Case("manifest of a bundle", file, read, lambda value: _write(file, value), objects=())
 
 
 def _service_cases(folder: Path) -> list[Case]:

@@ -24,6 +24,7 @@ from typing import IO, Any, TypeVar
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.files.whole_file import sync_folder, written_whole
+from paceline.host.regular_file import fd_to_append
 from paceline.services.coordinator.ledger import database, row_checksums
 from paceline.services.coordinator.ledger.file_check import REMEDY as RESTORE
 from paceline.services.coordinator.ledger.file_check import check_open_runs, is_damage
@@ -334,11 +335,14 @@ def _once(values: dict[str, Any], key: str, compute: Callable[[], ValueT]) -> Va
 
 def lock_ledger(path: Path) -> list[IO[bytes]]:
     """Lock the ledger at `path` for this process until both files are closed. Raises Conflict if another process has
-    it. The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open
-    file, so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup
-    replaces the ledger."""
-    beside = path.with_name(path.name + ".lock").open("ab")
-    ledger = path.open("ab")
+    it.
+
+    The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open file,
+    so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup replaces the
+    ledger.
+    """
+    beside = os.fdopen(fd_to_append(path.with_name(path.name + ".lock")), "ab")
+    ledger = os.fdopen(fd_to_append(path), "ab")
     try:
         fcntl.flock(beside, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, SQLITE_LOCKS_FROM - 1, 1, 0)

@@ -35,6 +35,7 @@ from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import LedgerFault
 from paceline.files.whole_file import sync_folder
+from paceline.host.regular_file import NO_FILE, open_regular
 from paceline.services.coordinator.ledger.segment_cipher import START_BYTES, SegmentCipher
 
 try:
@@ -93,7 +94,8 @@ class SegmentFile:
     def __init__(self, path: Path, key: StorageKey | None):
         """Open the segment. Raises OSError."""
         self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_regular(path) as file:
+            self.fd = os.dup(file.fileno())
         self._key = key
         self._cipher: SegmentCipher | None = None
         """Cipher, created at the first read, because files are opened where nothing may wait for the disk."""
@@ -357,12 +359,14 @@ class PayloadStore:
                 self._files.pop(next(iter(self._files)))
             try:
                 file = self._files[number] = SegmentFile(self._path(number), self._key)
-            except FileNotFoundError:
-                raise DamagedRecord(
-                    f"{self._path(number)} is missing, and the ledger refers to it; restore a backup", number, start
-                ) from None
             except OSError as error:
-                raise UnopenedSegment(f"{self._path(number)} cannot be opened: {error.strerror or error}") from None
+                if error.errno not in NO_FILE:
+                    raise UnopenedSegment(f"{self._path(number)} cannot be opened: {error.strerror or error}") from None
+                raise DamagedRecord(
+                    f"{self._path(number)} is missing or no file, and the ledger refers to it; restore a backup",
+                    number,
+                    start,
+                ) from None
         return file
 
     def _on_disk(self) -> list[int]:

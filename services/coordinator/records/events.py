@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from google.protobuf.message import DecodeError
 
 from paceline.errors import InvalidInput
+from paceline.host.regular_file import open_regular
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.records import page_tokens
 from paceline.services.coordinator.reporting.member_files import MAX_REPORT_BYTES, path_of
@@ -126,7 +127,7 @@ def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) 
     report = worker_pb2.TokenStatistics()
     try:
         path = path_of(ledger.path.parent, request.run_id, min(request.step, page_tokens.LARGEST))
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             report.ParseFromString(file.read(MAX_REPORT_BYTES + 1))
     except (OSError, DecodeError):
         return response

@@ -107,13 +107,14 @@ def read_log(directory: Path, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
     max_bytes = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
         # A link could lead out of the folder.
-        fd = os.open(directory / LOGS / f"{request.name}{SUFFIX}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(directory / LOGS / f"{request.name}{SUFFIX}", flags)
+        with open(fd, "rb") as file:
+            response.size = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, response.size - max_bytes))
+            content = file.read(max_bytes)
     except OSError as error:
         raise NotFound(f"the log {request.name} cannot be read: {error.strerror}") from None
-    with open(fd, "rb") as file:
-        response.size = file.seek(0, os.SEEK_END)
-        start = file.seek(max(0, response.size - max_bytes))
-        content = file.read(max_bytes)
     if start:
         content = content.partition(b"\n")[2] or content
     response.text = content.decode("utf-8", "replace")

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
 from paceline.files.whole_file import write_whole
+from paceline.host.regular_file import fd_to_append
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.v1 import common_pb2, worker_pb2
@@ -71,7 +73,7 @@ class GaugeHistory:
             files = files_of(self._folder)
             if not files or files[-1].stat().st_size + len(line) > self._max_file_bytes:
                 files.append(self._folder / f"gauges-{time.time_ns():020d}.jsonl")
-            with files[-1].open("a", encoding="utf-8") as file:
+            with os.fdopen(fd_to_append(files[-1]), "a", encoding="utf-8") as file:
                 file.write(line)
             for path in files[: -self._max_files]:
                 path.unlink(missing_ok=True)

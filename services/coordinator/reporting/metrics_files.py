@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from paceline.encryption.storage_key import storage_key
 from paceline.files.line_file import LineWriter
 from paceline.files.whole_file import write_whole
+from paceline.host.regular_file import fd_to_append
 from paceline.services.common.worker.score_extras import EXTRA_NAME
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class MetricsFiles:
         number = set_aside(path, is_ahead)
         if number:
             log.warning("%d lines of %s are ahead of the ledger; they were moved to %s.set-aside", number, path, path)
-        self._lines = path.open("a")
+        self._lines = os.fdopen(fd_to_append(path), "a")
         self._key = storage_key()
         if tensorboard and self._key is not None:
             log.info("%s: no texts are written for TensorBoard, because of the storage key", directory)

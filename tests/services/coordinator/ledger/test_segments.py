@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from paceline.services.coordinator.ledger import segments as payloads
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import (
     BLOCK_BYTES,
+    DamagedRecord,
     Location,
     Payload,
     PayloadStore,
@@ -159,3 +161,20 @@ def remove_unused(world: World) -> None:
     removed = world.ledger.remove_unused_segments()
     if removed is not None:
         removed.result()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "zeros", "loop"])
+def test_a_segment_that_is_no_file_is_damage(tmp_path: Path, kind: str) -> None:
+    store = PayloadStore(tmp_path / "ledger", storage_key())
+    (location,) = store.append([Record.of(b"header", b"arrays")])
+    store.close()
+    path = next(store.folder.glob("*.seg"))
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "zeros" else path.name)
+    with pytest.raises(DamagedRecord, match="is missing or no file"):
+        look_up(PayloadStore(tmp_path / "ledger", storage_key()), location)
