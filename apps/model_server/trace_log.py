@@ -6,9 +6,9 @@
 With a storage key each row is encrypted (`paceline/files/line_file.py`), and readers need the same key.
 
 Promise: the folder stays below its size limit; the oldest files are removed. A request is written before its answer is
-sent, feedback before it is confirmed; both survive the end of the process, not a power cut. Feedback counts once:
-repeating the same score changes nothing, another score is refused. Files and lines of another kind in the folder are
-left out with a warning. One thread writes; only requests under way wait for it, and their number is bounded.
+sent, feedback before it is confirmed; both survive the end of the process, not a power cut. Feedback counts
+once: the same score again changes nothing, another score is refused. Files and lines of another kind in the folder are
+left out with a warning. One thread writes; only requests under way, a bounded number, wait for it.
 """
 
 from __future__ import annotations

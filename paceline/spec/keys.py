@@ -40,7 +40,7 @@ class Key:
 
     @property
     def description(self) -> str:
-        """The field's docstring with its usual range; for a section without one, the docstring of its class."""
+        """Docstring and usual range of the field; for a section without one, the docstring of the section's class."""
         text = self.field.description or (self.section.__doc__ if self.section else None) or ""
         usual = [
             f"Usual: {each.low:g} to {each.high:g} ({each.source})."

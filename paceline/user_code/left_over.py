@@ -105,9 +105,9 @@ def strays() -> list[int]:
 
 
 def is_marked(pid: int) -> bool:
-    """Return whether a process has the environment of user code."""
+    """Return whether a process has the environment of user code, which this process has not."""
     try:
-        return f"{MARK}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return MARK not in os.environ and f"{MARK}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 

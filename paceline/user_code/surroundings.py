@@ -167,8 +167,7 @@ class Surroundings:
         return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the code's processes. They never get the storage key; if there is one, judges keep no answers
-        in files."""
+        """Return the code's environment variables, without the storage key; with a key, judges store no answers."""
         variables = {**passed_variables(self.variables), MARK: "1"}
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
             variables[ANSWERS_VARIABLE] = "0"

@@ -17,12 +17,7 @@ from paceline.host.process import end_with
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.gpus import unused_gpus
 from paceline.services.common.options import PORT, device_option, linux_only, token_file_option, worker_options
-from paceline.services.common.processes.starting import (
-    announce,
-    die_with_starter,
-    quiet_libraries,
-    raise_file_limit,
-)
+from paceline.services.common.processes.starting import announce, die_with_starter, quiet_libraries, raise_file_limit
 from paceline.services.common.relay import fabric_option, zone_option
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, run_service

@@ -259,8 +259,7 @@ class ClusterSection(Section):
     reward_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the reward workers, split evenly over them; empty: CPU."""
     gpu_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of a run on GPUs elsewhere; unset: the planning host's.
-    """
+    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of GPUs elsewhere; unset: the planning host's."""
     threads_per_process: Annotated[PositiveInt, Usual(1, 1024, "the cores of a host")] = 1
     """Compute threads of each process on a CPU. With a GPU: the share of the host's cores if that is more."""
 

@@ -100,8 +100,7 @@ class EnvironmentSection(Section):
     max_turns: Annotated[PositiveInt, Usual(1, 1000, "a turn is a call of the model")] = 16
     """An episode is truncated after this many turns of the model."""
     timeout_s: Annotated[PositiveFloat, Usual(0.01, 86_400, "a day")] = 600.0
-    """An episode is truncated after the user's code has taken this many seconds over all calls; the model's time does
-    not count."""
+    """Truncate an episode once its calls of the user's code took this many seconds; the model's time does not count."""
     call_timeout_s: PositiveFloat = 60.0
     """A call of the environment that takes more than this many seconds fails the sample's attempt."""
     memory_mb: Annotated[PositiveInt, Usual(16, 4_194_304, "4 TiB")] = 2048

@@ -26,7 +26,8 @@ from paceline.services.common.options import (
     print_json,
     recorded_option,
 )
-from paceline.spec import RunSpec
+from paceline.services.local.cluster import LocalCluster
+from paceline.spec import ClusterSection, RunSpec
 
 if TYPE_CHECKING:
     from paceline.v1.status_pb2 import PoolStatus, StatusResponse

@@ -181,8 +181,7 @@ class PolledFile(Generic[ContentT]):
         read: Callable[[Path], ContentT],
         changed: Callable[[ContentT, ContentT], None] = lambda before, after: None,
     ):
-        """`read` returns the content, also for a missing file; `changed` is called with the contents before and after a change.
-        Raises Conflict for a damaged file."""
+        """`read` returns the content, or that of a missing file; `changed` gets old and new content. Raises Conflict."""
         self.path, self._read, self._changed = path, read, changed
         self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")

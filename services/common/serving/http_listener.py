@@ -1,12 +1,10 @@
 """A port of an aiohttp application with bounded connections and bodies.
 
-Promise: the clients have a bounded number of connections, in total and from one address; a connection without a request
-is closed, and so is one whose client does not read its answer; a refused one gets an answer with the reason. A port on
-loopback answers only requests whose Host is loopback or in HOSTS_VARIABLE, because a web page whose name was rebound to
-loopback could read the answers in its visitor's browser.
-
-The application's handlers and its server's protocol are aiohttp's; a `_Connection` stands between the protocol and its
-transport and notes the traffic. A task checks all of them every second.
+Promise: connections are bounded, in total and from one address, and a refused connection gets an answer with the
+reason; one without a request is closed, and so is one whose client does not read its answer. A `_Connection` between
+aiohttp's protocol and its transport notes the traffic, and a task checks all of them every second. A port on loopback
+answers only requests whose Host is loopback or in HOSTS_VARIABLE, because a web page whose name was rebound to loopback
+could read the answers in its visitor's browser.
 """
 
 from __future__ import annotations

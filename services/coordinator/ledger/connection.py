@@ -335,12 +335,9 @@ def _once(values: dict[str, Any], key: str, compute: Callable[[], ValueT]) -> Va
 
 def lock_ledger(path: Path) -> list[IO[bytes]]:
     """Lock the ledger at `path` for this process until both files are closed. Raises Conflict if another process has
-    it.
-
-    The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open file,
-    so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup replaces the
-    ledger.
-    """
+    it. The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open
+    file, so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup
+    replaces the ledger."""
     beside = os.fdopen(fd_to_append(path.with_name(path.name + ".lock")), "ab")
     ledger = os.fdopen(fd_to_append(path), "ab")
     try:

@@ -82,6 +82,9 @@ async def on_own_thread(work: Callable[[], T], limit_s: float = OPENING_S) -> T:
     `limit_s` seconds; its thread then continues."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
+    done.add_done_callback(
+        lambda future: future.cancelled() or future.exception()
+    )  # a cancelled caller fetches nothing
 
     def finish(put: Callable[[Any], None], outcome: Any) -> None:
         if not done.done():  # cancelled

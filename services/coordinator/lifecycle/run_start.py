@@ -20,12 +20,7 @@ from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.commands import started_facts
-from paceline.services.coordinator.lifecycle.run_data import (
-    RunBundles,
-    RunData,
-    changed_data_warnings,
-    on_own_thread,
-)
+from paceline.services.coordinator.lifecycle.run_data import RunBundles, RunData, changed_data_warnings, on_own_thread
 from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import RETRIED, Faults
 from paceline.services.coordinator.pool.pool import Pool
