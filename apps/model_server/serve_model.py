@@ -39,7 +39,9 @@ BATCH_SIZE = 32
     help="Engine that samples.",
 )
 @click.option(
-    "--max-new-tokens", type=click.IntRange(1), help="Longest completion if a request sets none; default: the run's."
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    help="Longest completion if a request sets no length; default: the run's.",
 )
 @click.option(
     "--max-batch-size",

@@ -32,7 +32,9 @@ UNFINISHED = "\ufffd"
 @click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
 @click.option("--system", help="System message. Default: the run's system message.")
 @click.option("--temperature", type=float, help="Sampling temperature. Default: as in the run.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Most tokens of an answer. Default: as in the run.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), help="Largest number of tokens of an answer. Default: as in the run."
+)
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same answers.")
 @directory_option
 def chat(
@@ -258,7 +260,9 @@ def _read_line() -> str:
 @click.argument("prompt")
 @click.option("--n", default=1, show_default=True, help="Number of completions.")
 @click.option("--temperature", type=float, help="Sampling temperature. Default: as in the run.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Most tokens of a completion. Default: as in the run.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), help="Largest number of tokens of a completion. Default: as in the run."
+)
 @click.option("--seed", default=0, show_default=True, help="The same seed and weights give the same completions.")
 @click.option(
     "--export",

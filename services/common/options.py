@@ -124,12 +124,12 @@ def worker_options(
         click.option(
             "--advertise-host", default="", help="Address at which other workers reach this machine. Default: --host."
         ),
-        click.option("--name", default=name, help="Name for people to read; the member id begins with it."),
+        click.option("--name", default=name, help="Name for people to read; the member id begins with this name."),
         click.option("--grace", "grace_s", type=SECONDS, default=25.0, show_default=True, help=grace),
         click.option(
             "--metrics-port",
             type=PORT,
-            help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
+            help="Port on --host that serves /metrics for Prometheus; 0 takes a free port. Default: none.",
         ),
         click.option(
             "--ready-file",

@@ -257,13 +257,13 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @store_option
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
-@click.option("--port", type=PORT, default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
+@click.option("--port", type=PORT, default=7070, show_default=True, help="gRPC port; 0 takes a free port.")
 @click.option(
     "--people-port",
     type=PORT,
-    help="Second gRPC port, for people without a client certificate under --tls-dir; 0 takes a free one, default none.",
+    help="Second gRPC port, for people without a client certificate under --tls-dir; 0 takes a free port. Default: none.",
 )
-@click.option("--exchange-port", type=PORT, default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
+@click.option("--exchange-port", type=PORT, default=0, show_default=True, help="ZeroMQ port; 0 takes a free port.")
 @click.option(
     "--exchange-endpoint",
     default="",
@@ -323,7 +323,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--metrics-port",
     type=PORT,
-    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one, default none.",
+    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free port. Default: none.",
 )
 @functions_from_option
 @token_file_option

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 @insecure_option
 @fabric_option
 @click.option(
-    "--port", type=PORT, default=0, show_default=True, help="Port for relays of other hosts; 0 takes a free one."
+    "--port", type=PORT, default=0, show_default=True, help="Port for relays of other hosts; 0 takes a free port."
 )
 @click.option(
     "--socket",

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 @zone_option
 @engine_option
 @click.option(
-    "--http-port", type=PORT, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none."
+    "--http-port", type=PORT, help="Port of the OpenAI-compatible endpoint, 0 for a free port. Default: none."
 )
 @token_file_option
 @linux_only

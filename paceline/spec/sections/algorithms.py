@@ -149,8 +149,8 @@ class AsyncGrpoSection(Section):
     """Limits how far generation may run ahead of training."""
 
     max_trajectory_age_steps: Annotated[NonNegativeInt, Usual(0, 16, "0 to 16 in arXiv:2505.24298")] = 1
-    """η: largest age in steps for leases and batches; 0 is synchronous, on-policy GRPO. `in_order` trains no older
-    token, `ready_first` trains late groups up to `hard_max_age`."""
+    """η: largest age in steps for leases and batches; 0 is synchronous, on-policy GRPO. With `in_order` no token of a
+    larger age is trained, with `ready_first` late groups are trained up to `hard_max_age`."""
     order: Literal["ready_first", "in_order"] = "ready_first"
     """`ready_first` trains complete groups, oldest first; `in_order` gives every lease a slot in its step."""
     late_wait_s: NonNegativeFloat = 30.0

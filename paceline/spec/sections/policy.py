@@ -206,7 +206,7 @@ class GenerationSection(Section):
     max_new_tokens: PositiveInt = 256
     """Longest completion, in tokens. `rest`: what the prompt leaves of policy.max_total_sequence_length."""
     min_new_tokens: NonNegativeInt = 0
-    """Allow no stop token before this many tokens; biases the ratio, see allow_biased_sampling."""
+    """Allow no stop token before this many tokens; this biases the ratio, see allow_biased_sampling."""
     temperature: Annotated[PositiveFloat, Usual(0.05, 2, "1.0 in arXiv:2503.14476, 0.6 in arXiv:2501.12948")] = 1.0
     """Sampling temperature; log-probabilities everywhere are at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -217,8 +217,8 @@ class GenerationSection(Section):
     """If an engine with sequences to decode does not answer for this many seconds, its worker ends and other workers
     get the worker's leases. Set it far above the longest decode step, weight update or prefill."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Keep tokens with at least this fraction of the likeliest token's probability; above 0 biases the ratio, see
-    allow_biased_sampling."""
+    """Keep tokens with at least this fraction of the likeliest token's probability; a value above 0 biases the ratio,
+    see allow_biased_sampling."""
     repetition_penalty: Annotated[PositiveFloat, Usual(0.5, 2, "1.2 in arXiv:1909.05858")] = 1.0
     """Repetition penalty: divides positive and multiplies negative logits of tokens already in prompt or completion;
     other values than 1 bias the ratio, see allow_biased_sampling."""

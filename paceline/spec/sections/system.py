@@ -259,9 +259,9 @@ class ClusterSection(Section):
     reward_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the reward workers, split evenly over them; empty: CPU."""
     gpu_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of GPUs elsewhere; unset: the planning host's."""
+    """Memory of one GPU in GB (10⁹ bytes), to plan for GPUs of another host; unset: the GPUs of the planning host."""
     threads_per_process: Annotated[PositiveInt, Usual(1, 1024, "the cores of a host")] = 1
-    """Compute threads of each process on a CPU. With a GPU: the share of the host's cores if that is more."""
+    """Compute threads of each process on a CPU. With a GPU, a process gets its share of the cores if that is more."""
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSection:

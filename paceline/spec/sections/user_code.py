@@ -25,7 +25,7 @@ class RewardFunctionSection(Section):
     function: str
     """A built-in's name, or `path/to/file.py:function`."""
     name: str | None = None
-    """Name in metrics and samples; default the function's own."""
+    """Name in metrics and samples; default: the function's name."""
     weight: Annotated[float, Usual(-100, 100, "1 in arXiv:2501.12948")] = 1.0
     """Factor in the sum of rewards."""
     weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()

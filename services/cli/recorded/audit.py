@@ -66,7 +66,7 @@ def show(last: int, shows_all: bool, directory: Path, as_json: bool) -> None:
         for fields in newest:
             print_json(fields)
     if damage:
-        raise LedgerFault(f"a record of {folder} was changed: {damage[0]}; `paceline audit verify` names it")
+        raise LedgerFault(f"a record of {folder} was changed: {damage[0]}; `paceline audit verify` names the record")
 
 
 def _row(fields: Mapping[str, Any]) -> list[str]:

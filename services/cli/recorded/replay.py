@@ -43,8 +43,12 @@ if TYPE_CHECKING:
     help="Step before which the replay ends. Default: it ends after the last trained step.",
 )
 @click.option("--output", type=PATH, help="New folder for the results.")
-@click.option("--ranks", type=click.IntRange(1, 4096), help="Ranks of the learner; default as recorded.")
-@click.option("--threads", type=click.IntRange(1, 4096), help="Compute threads of each rank; default as recorded.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 4096), help="Number of the learner's ranks. Default: the recorded number."
+)
+@click.option(
+    "--threads", type=click.IntRange(1, 4096), help="Compute threads of each rank. Default: the recorded number."
+)
 @device_option
 @directory_option
 @json_option

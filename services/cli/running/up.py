@@ -76,7 +76,9 @@ no_page_option = click.option("--no-page", is_flag=True, help="Do not start the 
 )
 @insecure_option
 @click.option(
-    "--port", type=PORT, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
+    "--port",
+    type=PORT,
+    help=f"Port of the coordinator; default: {USUAL_PORT}, or a free port if {USUAL_PORT} is taken.",
 )
 @click.option("--keep", is_flag=True, help="Keep the services after the run has ended, until Ctrl-C.")
 @no_page_option

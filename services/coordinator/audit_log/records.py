@@ -92,13 +92,13 @@ def read_line(line: bytes) -> AuditRecord:
         raise ValueError("the line is not a record")
     given = end[len(_HASH) : -2].decode("ascii", "replace")
     if hashlib.sha256(body).hexdigest() != given:
-        raise ValueError("its hash is not that of its content")
+        raise ValueError("the hash of the record is not the hash of its content")
     try:
         fields = json.loads(line)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the record is nested too deeply") from None
     if not isinstance(fields, dict):
-        raise ValueError("it is not an object")
+        raise ValueError("the record is not an object")
     sequence, time, previous = fields.get("sequence"), fields.get("time"), fields.get("previous")
     if not (isinstance(sequence, int) and isinstance(time, str) and isinstance(previous, str)):
         raise ValueError("the record lacks its sequence, time or previous hash")
