@@ -253,11 +253,7 @@ class AgentTurns:
         if match is not None:
             parent, count = match
             bridge = self._rendering.bridge(
-                parent.conversation,
-                parent.prompt_ids,
-                parent.turn,
-                parent.answer,
-                conversation.messages[count:],
+                parent.conversation, parent.prompt_ids, parent.turn, parent.answer, conversation.messages[count:]
             )
             if bridge is not None:
                 return np.concatenate([parent.prompt_ids, parent.turn.token_ids, bridge])

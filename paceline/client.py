@@ -417,10 +417,7 @@ class Client(Connection):
         from paceline.v1 import reward_pb2, reward_pb2_grpc
 
         request = reward_pb2.ScoreRequest(
-            functions=functions,
-            prompts=prompts,
-            completions=completions,
-            columns_json=json.dumps(columns or {}),
+            functions=functions, prompts=prompts, completions=completions, columns_json=json.dumps(columns or {})
         )
         stub = reward_pb2_grpc.RewardServiceStub
         method = "paceline.v1.RewardService/Score"

@@ -16,10 +16,7 @@ class RateLimitedLog:
     """Writes each kind of line to `log` at most once in `interval_s`; the next line has the number of omitted lines."""
 
     def __init__(
-        self,
-        log: logging.Logger,
-        interval_s: float = INTERVAL_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, log: logging.Logger, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic
     ):
         self._log, self._interval_s, self._clock = log, interval_s, clock
         self._kinds: dict[str, tuple[float, int]] = {}

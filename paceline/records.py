@@ -228,12 +228,7 @@ class Records:
         return list(self._ask("ListGauges").members)
 
     def gauge_history(
-        self,
-        *,
-        from_time: float = 0.0,
-        to_time: float = 0.0,
-        max_points: int = 0,
-        members: Sequence[str] = (),
+        self, *, from_time: float = 0.0, to_time: float = 0.0, max_points: int = 0, members: Sequence[str] = ()
     ) -> Columns:
         """Return gauges of pools, or of the named `members`, over time as columns: `time` and `<pool>/<gauge>` or
         `<member>/<gauge>`; None without a reading. Raises InvalidInput."""

@@ -33,11 +33,7 @@ class CallView:
     """One call of a reward function: the training state, and what the call logs. Built-in functions get the whole view."""
 
     def __init__(
-        self,
-        state: Mapping[str, Any] | None = None,
-        label: str = "",
-        timeout_s: float = 30.0,
-        num_processes: int = 1,
+        self, state: Mapping[str, Any] | None = None, label: str = "", timeout_s: float = 30.0, num_processes: int = 1
     ) -> None:
         self.label, self.timeout_s = label, timeout_s
         workers = (state or {}).get(POOL_WORKERS, 1)

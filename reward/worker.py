@@ -68,12 +68,7 @@ def _load(item: dict[str, Any]) -> LoadedFunction:
     path, colon, _ = item["function"].rpartition(":")
     own_file = Path(path).expanduser().resolve() if colon else None
     return LoadedFunction(
-        function,
-        own_file,
-        item["kwargs"],
-        MemoryBudget(item["memory_bytes"]),
-        item["label"],
-        item["timeout_s"],
+        function, own_file, item["kwargs"], MemoryBudget(item["memory_bytes"]), item["label"], item["timeout_s"]
     )
 
 
@@ -103,10 +98,7 @@ def _outcome(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner
             return {"unavailable": f"could not reach a service: {description}"}
         if is_out_of_memory(error):
             limit_mb = loaded.memory.memory_bytes >> 20
-            return {
-                "raised": f"ran out of memory, memory_mb is {limit_mb}: {description}",
-                "out_of_memory": True,
-            }
+            return {"raised": f"ran out of memory, memory_mb is {limit_mb}: {description}", "out_of_memory": True}
         hint = form_hint(error, group["completions"])
         alike = ALIKE if fails_always(error, group["completions"]) else ""
         return {"raised": f"raised {description}{hint}{alike}", "out_of_memory": False}

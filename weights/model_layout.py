@@ -52,10 +52,7 @@ class WeightLayout:
         share one tensor (tied embeddings) any may be left out; those that come must be equal. `HostWeights` are not
         checked for NaN here, because their verification does that."""
         _refuse("unknown weights", [name for name in weights if name not in self.shapes])
-        _refuse(
-            "missing weights",
-            [names[0] for names in self.tied if not any(name in weights for name in names)],
-        )
+        _refuse("missing weights", [names[0] for names in self.tied if not any(name in weights for name in names)])
         for name, tensor in weights.items():
             if tensor.shape != self.shapes[name]:
                 raise InvalidInput(

@@ -5,6 +5,6 @@ COMMANDS = {
         "dashboard": (
             "paceline.apps.dashboard.main:main",
             "A page that shows runs, and their records as JSON over HTTP.",
-        ),
-    },
+        )
+    }
 }

@@ -10,5 +10,5 @@ COMMANDS = {
             "paceline.apps.evaluation.gate_command:gate",
             "Decide by two evaluations whether a model may replace another.",
         ),
-    },
+    }
 }

@@ -35,8 +35,7 @@ def _file_or_task(name: str) -> Path:
     file = task_file(name) or Path(name)
     if not file.is_file():
         raise click.BadParameter(
-            f"{name!r} is neither a file nor a task; tasks: {', '.join(task_names())}",
-            param_hint="FILE|TASK",
+            f"{name!r} is neither a file nor a task; tasks: {', '.join(task_names())}", param_hint="FILE|TASK"
         )
     return file
 
@@ -50,12 +49,7 @@ def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) 
 @click.command("eval")
 @click.argument("arguments", nargs=-1, metavar="FILE|TASK [OVERRIDES]...")
 @click.option(
-    "--list",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_list_tasks,
-    help="List the tasks and exit.",
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list_tasks, help="List the tasks and exit."
 )
 @click.option(
     "--model",
@@ -87,13 +81,7 @@ def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) 
 )
 @click.option("--output", required=True, type=FOLDER, help="Folder to write the result and the samples to.")
 @click.option("--seed", default=0, show_default=True, help="Seed of sampling and of the confidence intervals.")
-@click.option(
-    "--processes",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Problems scored at a time.",
-)
+@click.option("--processes", default=1, show_default=True, type=click.IntRange(1), help="Problems scored at a time.")
 @device_option
 @directory_option
 @json_option
@@ -193,12 +181,7 @@ def _prefers(tree: dict[str, Any]) -> bool:
 
 
 async def _evaluated(
-    spec: RunSpec,
-    model: str | None,
-    endpoint: EndpointSettings | None,
-    device: str,
-    seed: int,
-    processes: int,
+    spec: RunSpec, model: str | None, endpoint: EndpointSettings | None, device: str, seed: int, processes: int
 ) -> Evaluated:
     from paceline.apps.evaluation.runner import evaluate as run
 

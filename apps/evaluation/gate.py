@@ -67,8 +67,7 @@ def judge(
             f"the two evaluations have no problem with {metric!r} in common; evaluate both models with the same file"
         )
     difference = estimate(
-        differences(np.array([ours[name] for name in common]), np.array([theirs[name] for name in common])),
-        seed,
+        differences(np.array([ours[name] for name in common]), np.array([theirs[name] for name in common])), seed
     )
     reasons, outcomes = [], [compared(difference.low, difference.high, len(common), bounds)]
     reasons.append(

@@ -25,11 +25,7 @@ def decision_options(command: CommandT) -> CommandT:
     for option in reversed(
         (
             click.option(
-                "--max-drop",
-                default=0.0,
-                show_default=True,
-                type=click.FloatRange(0),
-                help="Drop that is accepted.",
+                "--max-drop", default=0.0, show_default=True, type=click.FloatRange(0), help="Drop that is accepted."
             ),
             click.option(
                 "--margin",
@@ -39,11 +35,7 @@ def decision_options(command: CommandT) -> CommandT:
                 help="The candidate passes only if the interval excludes a drop of --max-drop plus this value.",
             ),
             click.option("--seed", default=0, show_default=True, help="Seed of the confidence intervals."),
-            click.option(
-                "--output",
-                type=FILE,
-                help="File to write the report to, as JSON.",
-            ),
+            click.option("--output", type=FILE, help="File to write the report to, as JSON."),
             json_option,
         )
     ):
@@ -77,19 +69,11 @@ def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, 
 @click.command()
 @click.argument("result", type=click.Path(path_type=Path, exists=True))
 @click.option(
-    "--baseline",
-    required=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="Result of the model in use.",
+    "--baseline", required=True, type=click.Path(path_type=Path, exists=True), help="Result of the model in use."
 )
 @click.option("--metric", default="reward", show_default=True, help="Metric to compare: reward, or reward/FUNCTION.")
 @click.option(
-    "--min",
-    "minima",
-    multiple=True,
-    metavar="METRIC=VALUE",
-    callback=_bounds,
-    help="Least accepted value of a metric.",
+    "--min", "minima", multiple=True, metavar="METRIC=VALUE", callback=_bounds, help="Least accepted value of a metric."
 )
 @click.option(
     "--max",

@@ -264,12 +264,7 @@ def result_of(
         "failed": sum(not each.scores for each in run.samples),
         "failures": [],
         "metrics": metrics,
-        "harness": {
-            "name": harness,
-            "version": run.version,
-            "arguments": list(arguments),
-            "results": run.results,
-        },
+        "harness": {"name": harness, "version": run.version, "arguments": list(arguments), "results": run.results},
     }
     return result, samples
 

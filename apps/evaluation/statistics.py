@@ -58,9 +58,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def consensus(
-    answers: Sequence[Answer | None],
-    scores: Sequence[float],
-    same: Callable[[Answer, Answer], bool] = operator.eq,
+    answers: Sequence[Answer | None], scores: Sequence[float], same: Callable[[Answer, Answer], bool] = operator.eq
 ) -> float:
     """Return the score of the most frequent answer, or the mean score of equally frequent ones; 0 without any answer.
 

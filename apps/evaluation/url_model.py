@@ -159,14 +159,7 @@ class UrlModel:
 
     async def _echoed(self, text: str) -> _Echoed:
         """Return the tokens of a text with their log-probabilities. Raises InvalidInput if the service returns none."""
-        body = {
-            "model": self.name,
-            "prompt": text,
-            "max_tokens": 1,
-            "temperature": 0,
-            "echo": True,
-            "logprobs": 1,
-        }
+        body = {"model": self.name, "prompt": text, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
         answer = await self._post("completions", body)
         try:
             found, end = answer["choices"][0]["logprobs"], _prompt_tokens(answer)

@@ -5,6 +5,6 @@ COMMANDS = {
         "import": (
             "paceline.apps.importers.import_spec:import_spec",
             "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
-        ),
-    },
+        )
+    }
 }

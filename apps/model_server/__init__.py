@@ -5,6 +5,6 @@ COMMANDS = {
         "model": (
             "paceline.apps.model_server.serve_model:main",
             "Serve one model through the OpenAI-compatible endpoint, without a run.",
-        ),
-    },
+        )
+    }
 }

@@ -32,11 +32,7 @@ BATCH_SIZE = 32
 @insecure_option
 @click.option("--port", type=PORT, default=8000, show_default=True, help="HTTP port; 0 takes a free one.")
 @click.option(
-    "--backend",
-    type=click.Choice(["native", "vllm"]),
-    default="native",
-    show_default=True,
-    help="Engine that samples.",
+    "--backend", type=click.Choice(["native", "vllm"]), default="native", show_default=True, help="Engine that samples."
 )
 @click.option(
     "--max-new-tokens",
@@ -51,9 +47,7 @@ BATCH_SIZE = 32
     help="Sequences decoded at a time.",
 )
 @click.option(
-    "--traces",
-    type=FOLDER,
-    help="Folder to write requests and feedback to, as traces. Default: none are written.",
+    "--traces", type=FOLDER, help="Folder to write requests and feedback to, as traces. Default: none are written."
 )
 @click.option(
     "--max-traces-mb",

@@ -142,13 +142,7 @@ def plan_capacity(
     for ranks, engines, gpus, is_shared in splits(spec, processor, number):
         try:
             made = _capacity(
-                spec,
-                shape,
-                processor,
-                number,
-                (ranks, engines, gpus, is_shared),
-                prompt_tokens,
-                completion_tokens,
+                spec, shape, processor, number, (ranks, engines, gpus, is_shared), prompt_tokens, completion_tokens
             )
         except SpecError as error:
             reasons.append(str(error))

@@ -39,15 +39,9 @@ COSTS = ("coordinator_mb_per_s", "coordinator_load", "cost_per_hour", "cost_per_
 )
 @click.option("--prompt-tokens", type=float, help="With --gpus: mean length of a prompt; default half of its room.")
 @click.option(
-    "--completion-tokens",
-    type=float,
-    help="With --gpus: mean length of a completion; default half of max_new_tokens.",
+    "--completion-tokens", type=float, help="With --gpus: mean length of a completion; default half of max_new_tokens."
 )
-@click.option(
-    "--model-config",
-    type=FILE,
-    help="The model's config.json, if the model is not on this machine.",
-)
+@click.option("--model-config", type=FILE, help="The model's config.json, if the model is not on this machine.")
 @json_option
 def plan(
     spec: str,

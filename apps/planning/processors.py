@@ -164,15 +164,9 @@ CPU_CORE = Processor(
     "cpu",
     None,
     Rates(
-        1 / 1.407e-11,
-        each_s={"layer_steps": 7.21e-4, "tokens": 2.62e-6, "logits": 5.42e-9, "cache": 1.146e-9},
-        width=4,
+        1 / 1.407e-11, each_s={"layer_steps": 7.21e-4, "tokens": 2.62e-6, "logits": 5.42e-9, "cache": 1.146e-9}, width=4
     ),
-    Rates(
-        1 / 1.214e-11,
-        each_s={"logits": 1.097e-8, "parameters": 2.75e-9, "token_layers": 7.78e-6},
-        width=4,
-    ),
+    Rates(1 / 1.214e-11, each_s={"logits": 1.097e-8, "parameters": 2.75e-9, "token_layers": 7.78e-6}, width=4),
     "measured by benchmarks/capacity.py on a core of an AMD EPYC (virtual) with nothing beside it, 2026-11-25",
 )
 """One core, for models of up to some million parameters in float32: fitted by `benchmarks/capacity.py --calibrate`."""

@@ -5,6 +5,6 @@ COMMANDS = {
         "models": (
             "paceline.apps.registry.models:models",
             "Register, promote, roll back and fetch models with their lineage and signature.",
-        ),
-    },
+        )
+    }
 }

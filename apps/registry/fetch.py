@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 MODEL = "NAME[:VERSION|@ALIAS]"
 public_key_option = click.option(
-    "--public-key",
-    envvar="PACELINE_PUBLIC_KEY",
-    show_envvar=True,
-    type=FILE,
-    help="Public key (PEM) of the signer.",
+    "--public-key", envvar="PACELINE_PUBLIC_KEY", show_envvar=True, type=FILE, help="Public key (PEM) of the signer."
 )
 
 

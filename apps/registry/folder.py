@@ -247,26 +247,13 @@ def _body(
             "",
         ]
     for each in evaluations:
-        lines += [
-            f"## Evaluation {each.get('name', '')}",
-            "",
-            "| metric | value | 95 % interval |",
-            "|---|---|---|",
-        ]
+        lines += [f"## Evaluation {each.get('name', '')}", "", "| metric | value | 95 % interval |", "|---|---|---|"]
         lines += [
             f"| {metric} | {found['value']:.4f} | {found['low']:.4f} to {found['high']:.4f} |"
             for metric, found in each["metrics"].items()
         ]
-        lines += [
-            "",
-            f"{each['problems']} problems, {each['k']} completions each, digest `{each['digest']}`.",
-            "",
-        ]
-    lines += [
-        f"Gate: {outcome_of(list(verdicts))}.",
-        *(f"- {r}" for v in verdicts for r in v.get("reasons", ())),
-        "",
-    ]
+        lines += ["", f"{each['problems']} problems, {each['k']} completions each, digest `{each['digest']}`.", ""]
+    lines += [f"Gate: {outcome_of(list(verdicts))}.", *(f"- {r}" for v in verdicts for r in v.get("reasons", ())), ""]
     return [*lines, f"`{STATEMENT}` names every file's SHA-256 and every batch of the run.", ""]
 
 
@@ -275,9 +262,4 @@ def _earlier(text: str) -> list[str]:
 
     if not text.strip():
         return []
-    return [
-        "## Card of the exported folder",
-        "",
-        ModelCard(text, ignore_metadata_errors=True).text.strip(),
-        "",
-    ]
+    return ["## Card of the exported folder", "", ModelCard(text, ignore_metadata_errors=True).text.strip(), ""]

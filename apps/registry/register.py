@@ -121,12 +121,7 @@ def register(
 
 
 def _lineage(
-    run: str | None,
-    step: int | None,
-    export: str,
-    origin: Origin | None,
-    directory: Path,
-    coordinator: str | None,
+    run: str | None, step: int | None, export: str, origin: Origin | None, directory: Path, coordinator: str | None
 ) -> tuple[Lineage, str]:
     if run is None:
         return Lineage(), ""

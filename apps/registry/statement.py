@@ -59,12 +59,7 @@ def files_digest(files: Mapping[str, str]) -> str:
 
 
 def make_statement(
-    name: str,
-    version: int,
-    lineage: Lineage,
-    parent: str,
-    export: Mapping[str, str],
-    files: Mapping[str, str],
+    name: str, version: int, lineage: Lineage, parent: str, export: Mapping[str, str], files: Mapping[str, str]
 ) -> Json:
     """Return the statement on a folder. `export` and `files` map the name of each exported file, and of each file in
     the folder, to its SHA-256."""

@@ -7,5 +7,5 @@ COMMANDS = {
             "paceline.apps.reports.report:report",
             "Write one HTML file about a run: outcome, curves, samples, token accounting, spec.",
         ),
-    },
+    }
 }

@@ -27,12 +27,7 @@ REPORT_NAME = "report.html"
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN... [METRIC]...")
-@click.option(
-    "-o",
-    "--out",
-    type=FILE,
-    help=f"File to write; default: {REPORT_NAME} in the first run's folder.",
-)
+@click.option("-o", "--out", type=FILE, help=f"File to write; default: {REPORT_NAME} in the first run's folder.")
 @source_options
 @json_option
 def plot(runs: tuple[str, ...], out: Path | None, directory: Path, coordinator: str | None, as_json: bool) -> None:
@@ -130,11 +125,7 @@ def report(run: str, out: Path | None, verifies: bool, directory: Path, coordina
 def _outcome(facts: dict[str, Any]) -> list[Block]:
     steps = f"{facts['state']} after {facts['step']:,} of {facts['max_num_steps']:,} steps."
     message = [["text", facts["message"], "message"]] if facts["message"] else []
-    return [
-        ["heading", 1, facts["run_id"]],
-        ["text", f"{steps} Report by Paceline {__version__}.", ""],
-        *message,
-    ]
+    return [["heading", 1, facts["run_id"]], ["text", f"{steps} Report by Paceline {__version__}.", ""], *message]
 
 
 def _books(records: Records, run_id: str) -> list[Block]:

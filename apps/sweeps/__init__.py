@@ -2,9 +2,6 @@
 
 COMMANDS = {
     "Before a run": {
-        "sweep": (
-            "paceline.apps.sweeps.sweep:sweep",
-            "Search over a spec's keys, by runs one after the other.",
-        ),
-    },
+        "sweep": ("paceline.apps.sweeps.sweep:sweep", "Search over a spec's keys, by runs one after the other.")
+    }
 }

@@ -97,10 +97,7 @@ def _history(sweep: Sweep, ended: Sequence[Ended], names: Sequence[str]) -> Figu
     values = [_value(each) for each in ended]
     so_far = [(float(each.number), better(values[: index + 1])) for index, each in enumerate(ended)]
     measured = [(float(each.number), _value(each)) for each in ended]
-    lines = [
-        line("best so far", so_far, colour=1),
-        line("trials", measured, colour=0, dots=True, names=names),
-    ]
+    lines = [line("best so far", so_far, colour=1), line("trials", measured, colour=0, dots=True, names=names)]
     return _figure("History", "values in the order of the trials; the line is the best so far", lines, x="trial")
 
 

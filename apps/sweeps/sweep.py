@@ -46,10 +46,7 @@ FOLDER, LOCK, REPORT = "sweeps", "sweep.lock", "report.html"
     help="Submit the trials to this coordinator instead of starting services here.",
 )
 @click.option(
-    "--report",
-    "report_file",
-    type=PATH,
-    help="Write the pictures of the trials so far to this file, and exit.",
+    "--report", "report_file", type=PATH, help="Write the pictures of the trials so far to this file, and exit."
 )
 @insecure_option
 @directory_option
@@ -93,11 +90,7 @@ def sweep(
 
 
 def _client(
-    stack: contextlib.ExitStack,
-    coordinator: str | None,
-    spec: RunSpec,
-    directory: Path,
-    say: Callable[[str], None],
+    stack: contextlib.ExitStack, coordinator: str | None, spec: RunSpec, directory: Path, say: Callable[[str], None]
 ) -> Client:
     if coordinator is not None:
         return stack.enter_context(Client(coordinator, reconnect_s=math.inf))
@@ -125,12 +118,7 @@ def _write_report(study: SweepStudy, path: Path) -> None:
 
 def _conclude(study: SweepStudy, spec: str, overrides: tuple[str, ...], report: Path, as_json: bool) -> None:
     best = study.best()
-    facts: dict[str, Any] = {
-        "name": study.sweep.name,
-        "trials": study.num_ended(),
-        "report": str(report),
-        "best": None,
-    }
+    facts: dict[str, Any] = {"name": study.sweep.name, "trials": study.num_ended(), "report": str(report), "best": None}
     if best is not None:
         facts["best"] = {"trial": best.number, "run_id": best.user_attrs.get("run_id"), "value": best.value}
         facts["best"]["values"] = dict(best.params)
@@ -152,12 +140,7 @@ class Trials:
     """Runs the trials of a study until the sweep's number of trials is reached."""
 
     def __init__(
-        self,
-        study: SweepStudy,
-        coordinator: Client,
-        spec: str,
-        overrides: tuple[str, ...],
-        say: Callable[[str], None],
+        self, study: SweepStudy, coordinator: Client, spec: str, overrides: tuple[str, ...], say: Callable[[str], None]
     ):
         """`spec` is the file that the trials change; `say` receives a line for each start and outcome."""
         self._study, self._coordinator = study, coordinator

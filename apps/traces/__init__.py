@@ -5,6 +5,6 @@ COMMANDS = {
         "traces": (
             "paceline.apps.traces.traces:traces",
             "Write a run's samples as traces, convert traces, make preference pairs of them, or compare two models.",
-        ),
-    },
+        )
+    }
 }

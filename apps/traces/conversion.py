@@ -167,11 +167,7 @@ def _path(nodes: list[Any], index: int | None) -> list[Json]:
 
 def _message(message: Mapping[str, Any]) -> Json:
     calls = [
-        {
-            "id": call.get("id"),
-            "type": "function",
-            "function": {key: call.get(key) for key in ("name", "arguments")},
-        }
+        {"id": call.get("id"), "type": "function", "function": {key: call.get(key) for key in ("name", "arguments")}}
         for call in message.get("tool_calls") or ()
     ]
     kept = {key: message[key] for key in ("role", "reasoning_content", "tool_call_id") if message.get(key)}

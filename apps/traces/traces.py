@@ -32,13 +32,7 @@ from paceline.services.common.options import json_option, print_json
 @click.argument("candidate", metavar="CANDIDATE")
 @decision_options
 def compare(
-    champion: str,
-    candidate: str,
-    max_drop: float,
-    margin: float,
-    seed: int,
-    output: Path | None,
-    as_json: bool,
+    champion: str, candidate: str, max_drop: float, margin: float, seed: int, output: Path | None, as_json: bool
 ) -> None:
     """Compare the rewards of two models' traces. Exit status: 0 promote the candidate, 1 roll back, 2 hold.
 

@@ -2,9 +2,6 @@
 
 COMMANDS = {
     "Records of runs": {
-        "track": (
-            "paceline.apps.tracking.track:track",
-            "Send runs to Weights & Biases, MLflow or TensorBoard.",
-        ),
-    },
+        "track": ("paceline.apps.tracking.track:track", "Send runs to Weights & Biases, MLflow or TensorBoard.")
+    }
 }

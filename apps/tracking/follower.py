@@ -162,12 +162,7 @@ class Follower:
         if isinstance(setting, TrackerSection):
             names, samples = setting.names, 0 if hides_texts() else setting.samples_per_step
         found = entries(
-            records,
-            self._target.run_id,
-            after=cursor.sequence,
-            time_s=cursor.time_s,
-            names=names,
-            samples=samples,
+            records, self._target.run_id, after=cursor.sequence, time_s=cursor.time_s, names=names, samples=samples
         )
         for entry in found:
             try:
@@ -176,10 +171,7 @@ class Follower:
             except Refused as error:
                 cursor.refused += 1
                 log.warning(
-                    "%s: %s refuses an entry, which is left out: %s",
-                    self._target.run_id,
-                    self._target.name,
-                    error,
+                    "%s: %s refuses an entry, which is left out: %s", self._target.run_id, self._target.name, error
                 )
             cursor.sequence, cursor.time_s = entry.step.sequence, entry.step.time_s
             if entry.state:

@@ -198,12 +198,7 @@ class Sender:
 
 class Tracking:
     def __init__(
-        self,
-        opening: Opening,
-        directory: Path,
-        links: Mapping[str, str],
-        stop: threading.Event,
-        look_s: float = 10.0,
+        self, opening: Opening, directory: Path, links: Mapping[str, str], stop: threading.Event, look_s: float = 10.0
     ):
         self._opening, self._directory, self._links, self._stop = opening, directory, dict(links), stop
         self._look_s = look_s

@@ -93,8 +93,7 @@ def facts_of(cls: type) -> ClassFacts:
         # Bound to any object, because the class may not be constructed before its first episode.
         tools=[
             schema_of(
-                types.MethodType(methods[name], object()),
-                f"environment.class: the tool {name!r} of {cls.__name__}",
+                types.MethodType(methods[name], object()), f"environment.class: the tool {name!r} of {cls.__name__}"
             )
             for name in tools
         ],

@@ -33,12 +33,7 @@ BOOT = (
 
 
 async def run_command(
-    command: Sequence[str],
-    row: Mapping[str, Any],
-    base_url: str,
-    api_key: str,
-    memory_mb: int,
-    folder: str = "",
+    command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, memory_mb: int, folder: str = ""
 ) -> float | None:
     """Return the reward that a command in `folder` printed as its last line; None if that is not a number. The command
     ends if this call is cancelled. Raises EnvironmentFailed, EnvironmentLost if this host has no resources for it,

@@ -44,12 +44,7 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, InvalidInput, PacelineError, Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.learner.checkpoints.manifest import (
-    CheckpointFile,
-    CheckpointManifest,
-    hash_files,
-    write_manifest,
-)
+from paceline.learner.checkpoints.manifest import CheckpointFile, CheckpointManifest, hash_files, write_manifest
 from paceline.learner.checkpoints.metadata import (
     METADATA,
     StatePlanner,
@@ -98,11 +93,7 @@ def save(
     exists and is complete, Unavailable if writing failed (a full disk), which leaves it torn."""
     folder = prepare(directory, session, step)
     return write(
-        whole_state(model, optimizer, critic, reference),
-        folder,
-        session=session,
-        step=step,
-        chain_hash=chain_hash,
+        whole_state(model, optimizer, critic, reference), folder, session=session, step=step, chain_hash=chain_hash
     )
 
 
@@ -118,10 +109,7 @@ def prepare(directory: Location, session: int, step: int) -> Folder:
 
 
 def whole_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    critic: Critic | None = None,
-    reference: nn.Module | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, critic: Critic | None = None, reference: nn.Module | None = None
 ) -> dict[str, Any]:
     """Return this rank's part of a checkpoint. The tensors are live: later steps change them."""
     return _whole_state(model, optimizer, critic, reference) | {"rng": {str(_rank()): _generators(model)}}
@@ -240,10 +228,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 
 def _whole_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    critic: Critic | None,
-    reference: nn.Module | None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, critic: Critic | None, reference: nn.Module | None
 ) -> dict[str, Any]:
     state = _state(model, optimizer)
     if critic is not None:

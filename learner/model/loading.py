@@ -31,11 +31,7 @@ BASE = re.compile(r"\.base_layer(?=\.)")
 
 @torch.no_grad()
 def fill(
-    model: Any,
-    files: WeightFiles,
-    device: torch.device,
-    what: str,
-    buffers_device: torch.device | None = None,
+    model: Any, files: WeightFiles, device: torch.device, what: str, buffers_device: torch.device | None = None
 ) -> None:
     """Read every parameter of `model` that is still on the meta device to `device`; not a collective call.
     `paceline.models.pretrained.check_weights` has compared the files with the model. The buffers go to

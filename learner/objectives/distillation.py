@@ -25,11 +25,7 @@ class Distillation(Grpo):
             raise ValueError("this batch has no log-probabilities of the teacher")
         section = self._section
         advantages_N = distillation_advantages(
-            tokens.current_N,
-            tokens.reference_N,
-            section.kl_type,
-            section.mixed_kl_weight,
-            section.max_forward_ratio,
+            tokens.current_N, tokens.reference_N, section.kl_type, section.mixed_kl_weight, section.max_forward_ratio
         )
         with_advantages = replace(tokens, advantages_N=advantages_N, reference_N=None)
         result = policy_loss(with_advantages, counts, self._loss_fn)

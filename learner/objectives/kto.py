@@ -110,9 +110,7 @@ def kto_loss(
     batch_kl) is a constant of the loss. `num_sequences` are the completions in the global batch."""
     sign_S = torch.where(desirable_S, torch.ones_like(log_ratios_S), -torch.ones_like(log_ratios_S))
     weight_S = torch.where(
-        desirable_S,
-        torch.full_like(log_ratios_S, desirable_weight),
-        torch.full_like(log_ratios_S, undesirable_weight),
+        desirable_S, torch.full_like(log_ratios_S, desirable_weight), torch.full_like(log_ratios_S, undesirable_weight)
     )
     # 1 - σ(x) = σ(-x), without the cancellation.
     losses_S = torch.sigmoid(-beta * sign_S * (log_ratios_S - max(batch_kl, 0.0)))

@@ -33,10 +33,7 @@ class PairObjective(Objective):
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         prompt, chosen, rejected, margin = read_preference(row, self._data)
-        labels = [
-            (chosen, PreferenceLabel(True, margin)),
-            *((each, PreferenceLabel(False)) for each in rejected),
-        ]
+        labels = [(chosen, PreferenceLabel(True, margin)), *((each, PreferenceLabel(False)) for each in rejected)]
         sums: Sequence[float | None] = reference_S or [None] * len(labels)
         encoder = encoder.of_row(row)
         return [

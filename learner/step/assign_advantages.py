@@ -210,10 +210,7 @@ def _kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
         return None
     proximal_N = given(micro.frozen.proximal_N)
     kl_N = kl_to_reference(
-        proximal_N,
-        given(micro.frozen.reference_N),
-        torch.ones_like(proximal_N),
-        spec.loss_fn.reference_policy_kl_type,
+        proximal_N, given(micro.frozen.reference_N), torch.ones_like(proximal_N), spec.loss_fn.reference_policy_kl_type
     )
     return spec.loss_fn.reference_policy_kl_penalty * kl_N
 

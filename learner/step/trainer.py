@@ -295,8 +295,7 @@ class Trainer:
         trained = [m.packed.group_ids_S for m in update.micro_batches if not m.is_dummy]
         group_ids = union_over_ranks([g for ids in trained for g in ids], self.device)
         return NonFiniteLoss(
-            f"loss {loss}, {norms}; every token's loss is finite. Groups of the update: {group_ids}",
-            tuple(group_ids),
+            f"loss {loss}, {norms}; every token's loss is finite. Groups of the update: {group_ids}", tuple(group_ids)
         )
 
     def _mean_over_ranks(self, values: dict[str, float]) -> dict[str, float]:

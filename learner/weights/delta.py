@@ -21,13 +21,7 @@ from paceline.weights.store.writer import StoreWriter
 class DeltaChannel(WeightChannel):
     """A `WeightChannel` for all ranks except rank 0. They only write their slices."""
 
-    def __init__(
-        self,
-        writer: StoreWriter,
-        dtype: torch.dtype,
-        *,
-        on_device: bool = True,
-    ) -> None:
+    def __init__(self, writer: StoreWriter, dtype: torch.dtype, *, on_device: bool = True) -> None:
         """`on_device`: keep a copy on the GPU, if one fits now, to compare the next version with."""
         self._writer = writer
         self._on_device = on_device

@@ -95,12 +95,7 @@ class DeviceSnapshot:
     learn the number of changed elements.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype,
-        chunk_elements: int = CHUNK_ELEMENTS,
-    ) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         self._model, self._dtype = model, dtype
         self.layout = RankLayout(tuple(block for block, _ in self._boxes()), chunk_elements)
         self._kept: list[Tensor] = []

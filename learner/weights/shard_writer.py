@@ -34,12 +34,7 @@ class ShardWriter:
     """Writer of one rank. `host_of_rank` has the index of each rank's host among the learner's hosts."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype,
-        run_id: str,
-        host_of_rank: Sequence[int],
-        algorithm: PieceAlgorithm,
+        self, model: nn.Module, dtype: torch.dtype, run_id: str, host_of_rank: Sequence[int], algorithm: PieceAlgorithm
     ) -> None:
         self._dtype = dtype
         plans = plan_tensors(model, dtype)

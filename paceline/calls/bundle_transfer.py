@@ -13,16 +13,7 @@ from paceline.bundle.allowed import refusal_of_bundle
 from paceline.bundle.collecting import Bundle
 from paceline.bundle.manifest import BundledFile, Kind, Manifest, localized
 from paceline.calls.backoff import ExponentialBackoff, from_error
-from paceline.errors import (
-    USUAL_S,
-    Busy,
-    InvalidInput,
-    NotFound,
-    PacelineError,
-    SpecError,
-    Unavailable,
-    Unreadable,
-)
+from paceline.errors import USUAL_S, Busy, InvalidInput, NotFound, PacelineError, SpecError, Unavailable, Unreadable
 from paceline.host.regular_file import open_named
 from paceline.spec import RunSpec
 

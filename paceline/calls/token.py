@@ -77,10 +77,7 @@ def is_same(token: str, other: str) -> bool:
 
 
 def known_token(
-    address: str,
-    path: Path | None = None,
-    folder: TlsFolder | None = None,
-    token: str = "",
+    address: str, path: Path | None = None, folder: TlsFolder | None = None, token: str = ""
 ) -> Callable[[], Credential | Metadata]:
     """Return a function that returns the credential of the next call to the coordinator at `address`: that of the token
     at `path`, read again each time, or of `token`. If TLS verifies the server, it returns the token as metadata."""

@@ -135,10 +135,7 @@ def _framing(tokenizer: Any, specials: set[str]) -> set[str]:
     found: set[str] = set()
     for text in _probes(tokenizer) if specials and tokenizer.chat_template else ():
         for special in (each for each in specials - found if each in text):
-            mark, content = (
-                re.escape(special),
-                "|".join(CONTENTS[role] for role in ("system", "user", "tool")),
-            )
+            mark, content = (re.escape(special), "|".join(CONTENTS[role] for role in ("system", "user", "tool")))
             if not TAG.fullmatch(special) or re.search(rf"{mark}\s*(?:{content})|(?:{content})\s*{mark}", text):
                 found.add(special)
     return found
@@ -155,11 +152,7 @@ def _probes(tokenizer: Any) -> list[str]:
     call_chat = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
     answered = [*call_chat, {**tool, "tool_call_id": call["id"], "name": "f"}]
     texts = []
-    for before, chat in (
-        ([], [system, user, assistant, user]),
-        ([], [user, assistant, user]),
-        (call_chat, answered),
-    ):
+    for before, chat in (([], [system, user, assistant, user]), ([], [user, assistant, user]), (call_chat, answered)):
         with contextlib.suppress(InvalidInput):
             begun = render_chat(tokenizer, before) if before else ""
             texts.append(render_chat(tokenizer, chat).removeprefix(begun))

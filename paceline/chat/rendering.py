@@ -14,15 +14,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.chat.call_formats import (
-    CLOSE,
-    OPEN,
-    CallFormat,
-    MalformedCall,
-    NoCall,
-    read_json_calls,
-    read_marked_call,
-)
+from paceline.chat.call_formats import CLOSE, OPEN, CallFormat, MalformedCall, NoCall, read_json_calls, read_marked_call
 from paceline.chat.completion_texts import END_THINK, THINK, opens_reasoning, special_tokens
 from paceline.chat.messages import Json, Unsupported
 from paceline.data.messages import NotRendered, in_order_of_calls
@@ -37,11 +29,7 @@ BESIDE_CALLS = "content beside tool_calls"
 """Name for content beside calls, used like the name of a field. Some templates leave out such content."""
 
 _QUESTION, _ANSWER = "Question 4711?", "Answer 4712."
-_CALL: Json = {
-    "id": "c47134713",
-    "type": "function",
-    "function": {"name": "compute4714", "arguments": {"x4715": 4716}},
-}
+_CALL: Json = {"id": "c47134713", "type": "function", "function": {"name": "compute4714", "arguments": {"x4715": 4716}}}
 _TOOL: Json = {
     "type": "function",
     "function": {
@@ -218,10 +206,7 @@ class ChatTemplate:
         return json.dumps(template) if isinstance(template, dict) else str(template or "")
 
     def encode(
-        self,
-        messages: Sequence[Json],
-        tools: Sequence[Json] = (),
-        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        self, messages: Sequence[Json], tools: Sequence[Json] = (), template_kwargs: Mapping[str, Any] = NO_KWARGS
     ) -> IntArray:
         """Return the [P] token ids of rendered messages, with the assistant's answer opened. Raises Unsupported for
         fields that the template does not render, InvalidInput for messages that it refuses."""
@@ -231,10 +216,7 @@ class ChatTemplate:
         return encode_prompt(self.tokenizer, checked, "auto", template_kwargs, list(tools) or None)
 
     def checked(
-        self,
-        messages: Sequence[Json],
-        tools: Sequence[Json] = (),
-        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        self, messages: Sequence[Json], tools: Sequence[Json] = (), template_kwargs: Mapping[str, Any] = NO_KWARGS
     ) -> list[Json]:
         """Return the messages in the order that the template needs. Raises Unsupported for fields that it would leave
         out, InvalidInput without a template."""

@@ -174,13 +174,7 @@ def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
 
 
 def _preference(
-    prompt: Any,
-    chosen: Any,
-    rejected: list[Any],
-    margin: float,
-    data: DataSection,
-    keys: tuple[str, str],
-    begun: Any,
+    prompt: Any, chosen: Any, rejected: list[Any], margin: float, data: DataSection, keys: tuple[str, str], begun: Any
 ) -> Preference:
     chosen = _completion(chosen, keys[0], begun)
     worse = tuple(_completion(completion, keys[1], begun) for completion in rejected)

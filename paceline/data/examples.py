@@ -121,10 +121,7 @@ def as_examples(rows: Rows, spec: RunSpec, field: str) -> Rows:
     section = spec.offline_grpo
     try:
         return TraceGroups(
-            rows,
-            trace_keys(spec),
-            least_reward=section.min_reward_threshold,
-            max_size=section.max_traces_per_group,
+            rows, trace_keys(spec), least_reward=section.min_reward_threshold, max_size=section.max_traces_per_group
         )
     except DataError as error:
         raise DataError(f"{field}: {error}") from None
@@ -169,12 +166,7 @@ class UnpairedRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, data = self._rows[index // 2], self._data
         pair = read_preference(row, data.model_copy(update={"system_prompt": None}))
-        values = (
-            pair.prompt,
-            pair.rejected[0] if index % 2 else pair.chosen,
-            index % 2 == 0,
-            row.get("tools"),
-        )
+        values = (pair.prompt, pair.rejected[0] if index % 2 else pair.chosen, index % 2 == 0, row.get("tools"))
         return dict(zip(self.columns, values, strict=False))
 
 

@@ -99,10 +99,7 @@ def api_message(message: Json) -> Json:
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = {
-            **call["function"],
-            "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-        }
+        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
         calls.append({"type": "function", **call, "function": function})
     return {**message, "content": message["content"] or None, "tool_calls": calls}
 

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.messages import (
-    CALL_FIELDS,
-    REASONING_FIELDS,
-    TOOLS_KEY,
-    fault_of_messages,
-    tools_of_prompt,
-)
+from paceline.data.messages import CALL_FIELDS, REASONING_FIELDS, TOOLS_KEY, fault_of_messages, tools_of_prompt
 from paceline.data.row_prompts import is_made, prompt_of, read_columns, with_keys_of_row
 from paceline.errors import DataError
 from paceline.spec import DataSection

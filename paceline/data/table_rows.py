@@ -60,8 +60,7 @@ STREAMED_ROWS = 1000
 """Number of rows in one table of a stream."""
 
 _CONFIGS = re.compile(
-    r"(?:Config name is missing.*|BuilderConfig .* not found\. )[Aa]vailable(?: configs)?: \[(.*?)\]",
-    re.DOTALL,
+    r"(?:Config name is missing.*|BuilderConfig .* not found\. )[Aa]vailable(?: configs)?: \[(.*?)\]", re.DOTALL
 )
 """Messages of `datasets` for a missing or unknown configuration, with the list of those that exist."""
 
@@ -81,13 +80,7 @@ def open_stream(name: str, split: str, field: str, config: str | None) -> Iterat
 
 
 def _loaded(
-    builder: str | None,
-    name: str,
-    split: str | None,
-    field: str,
-    config: str | None,
-    *,
-    streaming: bool = False,
+    builder: str | None, name: str, split: str | None, field: str, config: str | None, *, streaming: bool = False
 ) -> Any:
     """Return a `datasets.Dataset`, or an `IterableDataset` for a stream. Raises DataError, Unreadable."""
     need_table_packages(f"{field or 'the data set'}: {name!r}")

@@ -14,14 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from paceline.encryption.encrypted_file import (
-    OVERHEAD_BYTES,
-    SALT_BYTES,
-    RecordCipher,
-    WrongKey,
-    open_data,
-    wrong_key,
-)
+from paceline.encryption.encrypted_file import OVERHEAD_BYTES, SALT_BYTES, RecordCipher, WrongKey, open_data, wrong_key
 from paceline.encryption.storage_key import NAME_BYTES, StorageKey
 from paceline.files.whole_file import written_whole
 

@@ -12,14 +12,7 @@ from typing import Any
 
 from paceline.errors import InvalidInput, SpecError
 from paceline.models.loading import resolved_dtype
-from paceline.models.memory_estimate import (
-    CONTEXT_BYTES,
-    DTYPE_BYTES,
-    Estimate,
-    estimate,
-    gigabytes,
-    key_value_bytes,
-)
+from paceline.models.memory_estimate import CONTEXT_BYTES, DTYPE_BYTES, Estimate, estimate, gigabytes, key_value_bytes
 from paceline.models.shape import STATE_BYTES, MeshShape, ModelShape, mesh_shape, read_shape, state_room
 from paceline.spec import RunSpec
 from paceline.spec.keys import with_keys

@@ -19,14 +19,7 @@ from paceline.spec.sections.base import Usual
 ITEM = "N"
 """Part of a dotted key in place of a list index: `rewards.N.weight`."""
 
-_PLAIN = {
-    int: "integer",
-    float: "number",
-    str: "text",
-    bool: "true or false",
-    type(None): "null",
-    Any: "any value",
-}
+_PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "any value"}
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 

@@ -53,10 +53,7 @@ class MemoryBudget:
             yield
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit_bytes = min(
-            mapped_before + max(0, self.memory_bytes - self._added_bytes),
-            MAX_LIMIT_BYTES,
-        )
+        limit_bytes = min(mapped_before + max(0, self.memory_bytes - self._added_bytes), MAX_LIMIT_BYTES)
         if hard != resource.RLIM_INFINITY:
             limit_bytes = min(limit_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hard))

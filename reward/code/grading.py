@@ -162,11 +162,7 @@ def _request(
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     files = {f"{MODULE}.py": programs[0].encode(errors="replace"), HARNESS: _harness()}
     sources = [program.encode(errors="replace").decode() for program in programs]
-    request: dict[str, Any] = {
-        "time_s": settings.time_s,
-        "stop": settings.score == "all",
-        "programs": sources,
-    }
+    request: dict[str, Any] = {"time_s": settings.time_s, "stop": settings.score == "all", "programs": sources}
     of_cases: dict[str, Any]
     match cases:
         case Checks():

@@ -34,9 +34,7 @@ MAX_PAUSE_S = 300.0
 
 class RequestRate:
     def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._clock, self._sleep = clock, sleep
         self._next_s = self._paused_until_s = 0.0

@@ -121,10 +121,7 @@ class ModelServer:
         return [found[index] for index in range(len(requests))]
 
     def _score_together(
-        self,
-        requests: list[dict[str, Any]],
-        encoded: list[tuple[int, list[Any]]],
-        found: dict[int, dict[str, Any]],
+        self, requests: list[dict[str, Any]], encoded: list[tuple[int, list[Any]]], found: dict[int, dict[str, Any]]
     ) -> None:
         scores = iter(self._scorer.scores([text for _, texts in encoded for text in texts]))
         for index, texts in encoded:

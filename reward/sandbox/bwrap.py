@@ -69,16 +69,7 @@ class BwrapSandbox:
 
     def _namespaces(self, disk_bytes: int, contents: Mapping[str, int]) -> list[str]:
         """Return bwrap's command up to the program's. The root, a tmpfs without a size limit, is read-only."""
-        words = [
-            self._bwrap,
-            "--unshare-all",
-            "--unshare-user",
-            "--uid",
-            "65534",
-            "--gid",
-            "65534",
-            "--disable-userns",
-        ]
+        words = [self._bwrap, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--disable-userns"]
         words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         for path in (*self._readable.folders, *self._readable.files, str(launcher())):
             words += _bind(path)

@@ -150,11 +150,7 @@ class NoSandbox:
 
 
 def _run_in_folder(
-    argv: Sequence[str],
-    files: Mapping[str, bytes],
-    limits: Limits,
-    stdin: bytes,
-    rules: Sequence[str] | None,
+    argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes, rules: Sequence[str] | None
 ) -> Outcome:
     """Run a program in a new folder, confined by Landlock's `rules`, or not confined if they are None."""
     ready = new_ready()

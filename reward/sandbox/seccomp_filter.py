@@ -84,10 +84,7 @@ def _condition(name: str, single_process: bool) -> list[bytes]:
             return own if single_process else [allow]
         case "socketpair":  # a datagram socket could send to any path
             unix = [_argument(0), _op(EQUAL, AF_UNIX, 1, 0), refuse]
-            return [
-                *unix,
-                *(_argument(1), _op(AND, SOCK_TYPE_MASK), _op(EQUAL, SOCK_STREAM, 0, 1), allow, refuse),
-            ]
+            return [*unix, *(_argument(1), _op(AND, SOCK_TYPE_MASK), _op(EQUAL, SOCK_STREAM, 0, 1), allow, refuse)]
         case "prctl":
             return [*_any_of(0, PRCTLS, allow), refuse]
         case "prlimit64" | "sched_setaffinity":

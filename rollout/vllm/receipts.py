@@ -224,11 +224,7 @@ class LoadRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Number of copied bytes."""
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation; if it copies from the memory into a real tensor, note the source."""
         if func is torch.ops.aten.copy_.default and not args[0].is_meta:

@@ -38,12 +38,7 @@ UNFINISHED = "\ufffd"
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same answers.")
 @directory_option
 def chat(
-    model: str,
-    system: str | None,
-    temperature: float | None,
-    max_new_tokens: int | None,
-    seed: int,
-    directory: Path,
+    model: str, system: str | None, temperature: float | None, max_new_tokens: int | None, seed: int, directory: Path
 ) -> None:
     """Chat with the exported model of a run (its id or its folder), with a model folder or its URL, or with a
     registered model of --directory. No service has to run.
@@ -115,11 +110,7 @@ def _spec_of_folder(model: str) -> RunSpec:
     generation = {"max_new_tokens": min(DEFAULT_NEW_TOKENS, longest // 2), "max_batch_size": 16}
     return RunSpec.model_validate(
         {
-            "policy": {
-                "model_name": model,
-                "max_total_sequence_length": min(longest, 4096),
-                "generation": generation,
-            },
+            "policy": {"model_name": model, "max_total_sequence_length": min(longest, 4096), "generation": generation},
             "data": {"train": "none"},
             "rewards": [{"function": "exact_match"}],
         }

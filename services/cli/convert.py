@@ -22,9 +22,7 @@ from paceline.services.common.options import json_option
     help="A Hugging Face model folder, or a checkpoint of torch.distributed.checkpoint.",
 )
 @click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Type of the weights. Default: as in SOURCE.",
+    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Type of the weights. Default: as in SOURCE."
 )
 @click.option(
     "--adapter",

@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 @source_options
 @json_option
 def prepare(
-    spec: str,
-    destination: Path,
-    overrides: tuple[str, ...],
-    directory: Path,
-    coordinator: str | None,
-    as_json: bool,
+    spec: str, destination: Path, overrides: tuple[str, ...], directory: Path, coordinator: str | None, as_json: bool
 ) -> None:
     """Write the rows of data.train of SPEC to DESTINATION, a JSONL file, as data.preparation makes them, and print how
     many rows each reason leaves out. A submission prepares the rows by itself; `data.train: DESTINATION` trains on
@@ -110,11 +105,7 @@ data.add_command(prepare)
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--limit", type=click.IntRange(min=0), default=3, show_default=True, help="Samples to show.")
-@click.option(
-    "--tokens",
-    is_flag=True,
-    help="Show samples as rendered by the tokenizer and the chat template of SPEC.",
-)
+@click.option("--tokens", is_flag=True, help="Show samples as rendered by the tokenizer and the chat template of SPEC.")
 @source_options
 @json_option
 def inspect(
@@ -295,11 +286,7 @@ Part = tuple[str, bool]
 def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
     """Return the texts of a row, with the roles of messages before them."""
     prompt, completion, kind = exchange_of(row, spec)
-    parts = [
-        (shown(prompt or ""), False),
-        (shown(completion or ""), True),
-        (f"  [{kind}]" if kind else "", False),
-    ]
+    parts = [(shown(prompt or ""), False), (shown(completion or ""), True), (f"  [{kind}]" if kind else "", False)]
     return [part for part in parts if part[0]]
 
 

@@ -285,10 +285,7 @@ def _torch() -> list[Finding]:
         findings.append(Finding(f"GPU {index}", "ok", f"{device.name}, {device.total_memory / GIB:.0f} GiB"))
     if not count:
         findings.append(
-            _no_gpu(
-                torch.version.cuda,
-                str(driver_warnings[-1].message).splitlines()[0] if driver_warnings else "",
-            )
+            _no_gpu(torch.version.cuda, str(driver_warnings[-1].message).splitlines()[0] if driver_warnings else "")
         )
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         findings.append(Finding("gloo", "fault", "this torch has no gloo", "install a torch with torch.distributed"))

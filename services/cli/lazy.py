@@ -55,10 +55,7 @@ class LazyGroup(click.Group):
         of_apps = sections_of_apps()
         if self.name == "serve":
             of_apps = {heading: of_apps.get(SERVE, {}) for heading in self._own_sections}
-        headings = [
-            *self._own_sections,
-            *(each for each in of_apps if each not in (SERVE, *self._own_sections)),
-        ]
+        headings = [*self._own_sections, *(each for each in of_apps if each not in (SERVE, *self._own_sections))]
         return {
             heading: dict(self._own_sections.get(heading, {}))
             | {name: entry for name, entry in of_apps.get(heading, {}).items() if name not in self._own}

@@ -66,25 +66,13 @@ SECTIONS: Sections = {
         ),
     },
     "Models": {
-        **_in(
-            "recorded.records",
-            export="Write a Hugging Face model folder from a run's newest checkpoint.",
-        ),
-        **_in(
-            "convert",
-            convert="Convert weights: model folders, checkpoints of torch, other types, merged adapters.",
-        ),
+        **_in("recorded.records", export="Write a Hugging Face model folder from a run's newest checkpoint."),
+        **_in("convert", convert="Convert weights: model folders, checkpoints of torch, other types, merged adapters."),
         **_in("chat", chat="Chat with a trained model in this process, without services."),
     },
     "Services and access": {
-        **_in(
-            "main",
-            serve="Run one service: coordinator, rollout, reward, environment, learner, model or dashboard.",
-        ),
-        **_in(
-            "certs",
-            certs="Make or revoke certificates of processes and people, by your own authority.",
-        ),
+        **_in("main", serve="Run one service: coordinator, rollout, reward, environment, learner, model or dashboard."),
+        **_in("certs", certs="Make or revoke certificates of processes and people, by your own authority."),
         **_in("token", token="Make, list and revoke tokens with a role."),
         **_in("recorded.audit", audit="Show or verify the log of changes and refused calls."),
     },
@@ -93,9 +81,7 @@ SECTIONS: Sections = {
 
 
 @click.group(
-    cls=LazyGroup,
-    sections=SECTIONS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    cls=LazyGroup, sections=SECTIONS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(__version__, prog_name="paceline")
 def main() -> None:

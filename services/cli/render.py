@@ -184,7 +184,7 @@ def outcome(
     tokens = facts["tokens"]
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
-        + (f": {visible(facts['message'])}" if facts["message"] else ""),
+        + (f": {visible(facts['message'])}" if facts["message"] else "")
     ]
     if any(tokens.values()):  # the token accounting of a run on examples is empty
         lines.append(
@@ -277,11 +277,7 @@ def answer(as_json: bool, facts: Any, text: str) -> None:
 
 
 def print_all(
-    as_json: bool,
-    facts: Sequence[Facts],
-    columns: Sequence[str],
-    row: Callable[[Facts], list[str]],
-    empty: str,
+    as_json: bool, facts: Sequence[Facts], columns: Sequence[str], row: Callable[[Facts], list[str]], empty: str
 ) -> None:
     if not as_json:
         print_table(columns, [row(each) for each in facts], empty=empty)

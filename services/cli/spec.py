@@ -11,11 +11,7 @@ from paceline.services.common.options import json_option, print_json
 @click.command()
 @click.argument("file", type=click.Path(), required=False)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option(
-    "--explain",
-    metavar="KEY",
-    help="Explain a key, a section or another library's name for one, instead.",
-)
+@click.option("--explain", metavar="KEY", help="Explain a key, a section or another library's name for one, instead.")
 @json_option
 def spec(file: str | None, overrides: tuple[str, ...], explain: str | None, as_json: bool) -> None:
     """Check FILE with its overrides and print it with all defaults; without FILE, list the sections."""
@@ -61,12 +57,7 @@ def _list(name: str, as_json: bool) -> None:
     for key in found:
         if as_json:
             print_json(
-                {
-                    "key": key.path,
-                    "type": key.type_text,
-                    "default": key.default_text,
-                    "description": key.description,
-                }
+                {"key": key.path, "type": key.type_text, "default": key.default_text, "description": key.description}
             )
             continue
         default = f", default {key.default_text}" if key.default_text not in ("", "required") else ""

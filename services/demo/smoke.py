@@ -43,11 +43,7 @@ def _spec(model: str, steps: int) -> dict[str, object]:
         },
         "data": {"train": "./data/train.jsonl"},
         "rewards": [{"function": "exact_match"}],
-        "grpo": {
-            "num_prompts_per_step": 4,
-            "num_generations_per_prompt": 4,
-            "max_num_steps": steps,
-        },
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": steps},
         "async_grpo": {"max_trajectory_age_steps": 1},
     }
 

@@ -44,10 +44,7 @@ def write_data(directory: Path, seed: int) -> None:
     dice = random.Random(seed)
     pairs = [(a, b) for a in range(100) for b in range(100)]
     dice.shuffle(pairs)
-    with (
-        (directory / "train.jsonl").open("w") as train,
-        (directory / "validation.jsonl").open("w") as held_out,
-    ):
+    with (directory / "train.jsonl").open("w") as train, (directory / "validation.jsonl").open("w") as held_out:
         for a, b in pairs:
             row = {"prompt": problem(a, b), "completion": teach(answer(a, b), dice), "answer": answer(a, b)}
             (held_out if is_held_out(row["prompt"]) else train).write(json.dumps(row) + "\n")
@@ -71,13 +68,7 @@ def make_tokenizer(characters: str = CHARACTERS) -> Any:
 
 
 def make_model(
-    directory: Path,
-    *,
-    seed: int,
-    hidden: int = 128,
-    layers: int = 2,
-    heads: int = 4,
-    characters: str = CHARACTERS,
+    directory: Path, *, seed: int, hidden: int = 128, layers: int = 2, heads: int = 4, characters: str = CHARACTERS
 ) -> None:
     """Write a randomly initialised model with its tokenizer to `directory`. initializer_range is 0.05, because at the
     usual 0.02 a model this small stays on a plateau for thousands of steps."""

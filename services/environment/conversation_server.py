@@ -184,8 +184,7 @@ class ConversationServer:
             raise Unsupported(f"n is {ask.n}, but a request of an episode is one turn; remove it", "n")
         if ask.stops:
             raise Unsupported(
-                "stop is set, but turns end at tokens (policy.generation, or stop_token_ids); remove it",
-                "stop",
+                "stop is set, but turns end at tokens (policy.generation, or stop_token_ids); remove it", "stop"
             )
         if len(ask.stop_token_ids or ()) > MAX_STOP_IDS:
             raise Unsupported(f"stop_token_ids has more than {MAX_STOP_IDS} ids", "stop_token_ids")

@@ -392,11 +392,7 @@ def _read(response: rollout_pb2.GenerateResponse) -> Answer:
     if position != number:
         raise ValueError(f"the answer's spans end at {position}, but its tokens at {number}")
     return Answer(
-        tuple(completion.token_ids),
-        tuple(completion.logprobs),
-        tuple(spans),
-        completion.finish_reason,
-        completion.text,
+        tuple(completion.token_ids), tuple(completion.logprobs), tuple(spans), completion.finish_reason, completion.text
     )
 
 

@@ -161,10 +161,7 @@ class EnvironmentWorker:
 
     def _hello(self) -> worker_pb2.Hello:
         return worker_pb2.Hello(
-            role=common_pb2.ROLE_ENVIRONMENT,
-            member_id=self.member_id,
-            address=self.address,
-            protocol=PROTOCOL,
+            role=common_pb2.ROLE_ENVIRONMENT, member_id=self.member_id, address=self.address, protocol=PROTOCOL
         )
 
     def _gauges(self) -> dict[str, float]:

@@ -74,12 +74,7 @@ class Ranks:
         os.close(meeting)
 
     def start_with(
-        self,
-        variables: Mapping[str, str],
-        module: str,
-        options: list[str],
-        ranks: int,
-        pass_fds: tuple[int, ...] = (),
+        self, variables: Mapping[str, str], module: str, options: list[str], ranks: int, pass_fds: tuple[int, ...] = ()
     ) -> None:
         """Start the processes with environment variables that say where their group meets and how large it is. They
         share this host's cores unless OMP_NUM_THREADS is set."""

@@ -33,9 +33,7 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
 @fabric_option
 @zone_option
 @click.option(
-    "--ranks",
-    type=click.IntRange(1, 4096),
-    help="Ranks to start on this host. Default: PET_NPROC_PER_NODE, else 1.",
+    "--ranks", type=click.IntRange(1, 4096), help="Ranks to start on this host. Default: PET_NPROC_PER_NODE, else 1."
 )
 @click.option(
     "--nodes",

@@ -277,9 +277,7 @@ class ReportQueue:
     report; `call` calls a function in the loop that runs `run`."""
 
     def __init__(
-        self,
-        call: Callable[[Callable[[], None]], object],
-        send: Callable[[worker_pb2.ConnectRequest], Awaitable[None]],
+        self, call: Callable[[Callable[[], None]], object], send: Callable[[worker_pb2.ConnectRequest], Awaitable[None]]
     ) -> None:
         self._call = call
         self._send = send

@@ -180,14 +180,7 @@ class LocalCluster:
         ready_file = self.directory / "logs" / "dashboard.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
-        command = [
-            "paceline.apps.dashboard.main",
-            *options,
-            "--port",
-            str(port),
-            "--ready-file",
-            str(ready_file),
-        ]
+        command = ["paceline.apps.dashboard.main", *options, "--port", str(port), "--ready-file", str(ready_file)]
         self._add(DASHBOARD, command, max_deaths=None)
         return ready_file
 

@@ -171,22 +171,13 @@ class Answer(Frame):
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": list(logprobs),
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
+        return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
 
 def message_of(choice: Choice, answer_id: str) -> Json:
     """Return the assistant's message of a chat. `content` is null if the message has only calls."""
     calls = [_call(call, answer_id, choice.index, number) for number, call in enumerate(choice.calls)]
-    message: Json = {
-        "role": "assistant",
-        "content": choice.content or (None if calls else ""),
-        "refusal": None,
-    }
+    message: Json = {"role": "assistant", "content": choice.content or (None if calls else ""), "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if calls:

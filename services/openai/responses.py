@@ -184,12 +184,7 @@ class ResponseAnswer(Frame):
     ends_with_mark = False
 
     def __init__(
-        self,
-        answer_id: str,
-        ask: ResponsesAsk,
-        run_id: str,
-        at_first: Version,
-        decode: Callable[[list[int]], str],
+        self, answer_id: str, ask: ResponsesAsk, run_id: str, at_first: Version, decode: Callable[[list[int]], str]
     ) -> None:
         super().__init__(answer_id, run_id, at_first)
         self._ask, self._decode = ask, decode

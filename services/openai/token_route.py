@@ -14,12 +14,7 @@ from paceline.groups import Version
 from paceline.services.openai.frames import Choice, Delta, Event, Frame, model_name, ranges, usage
 from paceline.services.openai.requests import Ask, Ids
 
-NOT_IN_ANSWERS = (
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "detokenize",
-    "routed_experts_prompt_start",
-)
+NOT_IN_ANSWERS = ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "routed_experts_prompt_start")
 """Ignored fields of sampling_params: they concern text or routes of experts, which the answer does not have."""
 
 

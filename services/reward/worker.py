@@ -195,13 +195,7 @@ class RewardWorker:
                 await self.assigned.changed.wait()
 
     async def _score(
-        self,
-        run_id: str,
-        spec: RunSpec,
-        runner: RewardRunner,
-        task: pb.ScoreTask,
-        arrays: bytes,
-        texts: bytes,
+        self, run_id: str, spec: RunSpec, runner: RewardRunner, task: pb.ScoreTask, arrays: bytes, texts: bytes
     ) -> None:
         prompt_ids, completions = decode_result(arrays, texts)
         columns = json.loads(task.columns_json)

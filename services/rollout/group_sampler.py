@@ -214,10 +214,7 @@ class Pace:
         since_s, earlier_empty_s = self._reported
         self._reported = (now_s, empty_s)
         elapsed_s = max(now_s - since_s, 1e-6)
-        return {
-            "tokens_per_s": self._tokens_per_s,
-            "wait_fraction": min(1.0, (empty_s - earlier_empty_s) / elapsed_s),
-        }
+        return {"tokens_per_s": self._tokens_per_s, "wait_fraction": min(1.0, (empty_s - earlier_empty_s) / elapsed_s)}
 
 
 ResultT = TypeVar("ResultT")

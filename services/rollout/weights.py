@@ -28,10 +28,7 @@ from paceline.weights.store.store_format import StoreOffer
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
 """Seconds between two reports that weights are being received or loaded; at most a quarter of the allowed silence."""
-PHASES = {
-    "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
-    "loading": worker_pb2.WEIGHT_PHASE_LOADING,
-}
+PHASES = {"receiving": worker_pb2.WEIGHT_PHASE_RECEIVING, "loading": worker_pb2.WEIGHT_PHASE_LOADING}
 
 
 class RolloutWeights:

@@ -257,12 +257,7 @@ class _Coders(threading.local):
     def __init__(self) -> None:
         # The numbers have no repetitions; a search for long matches would leave them to zstd's Huffman coder anyway.
         entropy_only = zstandard.ZstdCompressionParameters(
-            window_log=17,
-            chain_log=6,
-            hash_log=6,
-            search_log=1,
-            min_match=7,
-            strategy=zstandard.STRATEGY_FAST,
+            window_log=17, chain_log=6, hash_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
         )
         self.compressor = zstandard.ZstdCompressor(compression_params=entropy_only)
         self.decompressor = zstandard.ZstdDecompressor()

@@ -46,13 +46,7 @@ class Relay:
     """Listens to other hosts at `host`, and serves this host's clients, each from a call of `serve`."""
 
     def __init__(
-        self,
-        transport: Transport,
-        host: str,
-        port: int = 0,
-        *,
-        streams: int = STREAMS,
-        silence_s: float = SILENCE_S,
+        self, transport: Transport, host: str, port: int = 0, *, streams: int = STREAMS, silence_s: float = SILENCE_S
     ) -> None:
         self.agent_id = secrets.token_hex(8)
         self.versions = HeldVersions()

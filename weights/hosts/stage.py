@@ -52,11 +52,7 @@ class RankStage:
         self._client, self._layout = client, layout
         self._on_staged, self._on_held, self._on_replaced = on_staged, on_held, on_replaced
         self._message = host_agent_pb2.StageLayout(
-            run_id=layout.run_id,
-            manifest=layout.to_bytes(),
-            source=source,
-            local_ranks=local_ranks,
-            token=token,
+            run_id=layout.run_id, manifest=layout.to_bytes(), source=source, local_ranks=local_ranks, token=token
         )
         self._changed = threading.Condition()
         self._segments: dict[int, HostSegment] = {}

@@ -32,14 +32,7 @@ from paceline.weights.format import delta_codec
 from paceline.weights.format.manifest import DTYPE_BYTES, Algorithm, TensorPlan, WeightManifest, checksum
 from paceline.weights.format.packing import empty_flat, views
 from paceline.weights.store.object_store import Buffer, WeightStore
-from paceline.weights.store.store_format import (
-    ChunkNote,
-    PartHead,
-    StoredObject,
-    StoredVersion,
-    StoreOffer,
-    read_head,
-)
+from paceline.weights.store.store_format import ChunkNote, PartHead, StoredObject, StoredVersion, StoreOffer, read_head
 from paceline.weights.store.store_layout import RankLayout, Rows
 
 log = logging.getLogger(__name__)
@@ -139,10 +132,7 @@ class StoreReader:
             if manifest.base_version <= snapshot.version:
                 break
             manifest = self._manifest(offer, manifest.base, manifest.base_version)
-        if deltas and (deltas[-1].base_version, deltas[-1].base_contents) != (
-            snapshot.version,
-            snapshot.contents,
-        ):
+        if deltas and (deltas[-1].base_version, deltas[-1].base_contents) != (snapshot.version, snapshot.contents):
             raise WireError(f"the delta to {tuple(deltas[-1].version)} is for another base than {offer.snapshot.name}")
         if not deltas and target.contents != snapshot.contents:
             raise WireError(f"{offer.snapshot.name} has other contents than {offer.manifest.name}")

@@ -36,11 +36,7 @@ class StoreReceiver:
     damaged)` sends the answer to the learner. Both are called from the reading thread."""
 
     def __init__(
-        self,
-        *,
-        run_id: str,
-        on_weights: Callable[[Version, dict[str, torch.Tensor]], None],
-        on_ack: OnAck,
+        self, *, run_id: str, on_weights: Callable[[Version, dict[str, torch.Tensor]], None], on_ack: OnAck
     ) -> None:
         self._run_id = run_id
         self._on_weights = on_weights
@@ -81,10 +77,7 @@ class _Reading:
     """A reading thread, its newest offer, and the copy of the weights that deltas change."""
 
     def __init__(
-        self,
-        run_id: str,
-        on_weights: Callable[[Version, dict[str, torch.Tensor]], None],
-        on_ack: OnAck,
+        self, run_id: str, on_weights: Callable[[Version, dict[str, torch.Tensor]], None], on_ack: OnAck
     ) -> None:
         self._run_id = run_id
         self._on_weights = on_weights

@@ -22,14 +22,7 @@ from typing import Any, Literal, NamedTuple
 from paceline.errors import WireError
 from paceline.groups import Version
 from paceline.v1 import worker_pb2
-from paceline.weights.format.manifest import (
-    DTYPE_BYTES,
-    Algorithm,
-    TensorPlan,
-    algorithm_named,
-    checksum,
-    hasher,
-)
+from paceline.weights.format.manifest import DTYPE_BYTES, Algorithm, TensorPlan, algorithm_named, checksum, hasher
 from paceline.weights.store.object_store import Buffer
 from paceline.weights.store.store_layout import FEWEST_CHUNK_ELEMENTS, Block, RankLayout, block_from
 

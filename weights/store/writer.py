@@ -109,10 +109,7 @@ class StoreWriter:
         self.take(version, lambda replaced: WholeSlices(slices), tensors)
 
     def take(
-        self,
-        version: Version,
-        take: Callable[[VersionSource | None], VersionSource],
-        tensors: tuple[TensorPlan, ...],
+        self, version: Version, take: Callable[[VersionSource | None], VersionSource], tensors: tuple[TensorPlan, ...]
     ) -> None:
         """Queue `version`; `take` returns its elements. A collective call. `take` gets the source of a version that
         will not be written, if there is one: then it returns the changes since the version before that one."""
@@ -240,14 +237,7 @@ class StoreWriter:
         if self._chain is not None:
             parts, heads, contents = self._all_parts(f"anchor/{job.number}")
             manifest = StoredVersion(
-                "anchor",
-                self._run_id,
-                version,
-                self._algorithm,
-                parts,
-                contents,
-                tensors=self._tensors,
-                heads=heads,
+                "anchor", self._run_id, version, self._algorithm, parts, contents, tensors=self._tensors, heads=heads
             )
             is_first = self._chain.newest is None
             self._chain.add_snapshot(manifest, self._retried(lambda: self._write_manifest(manifest)))
@@ -376,11 +366,7 @@ class StoreJobs:
         self._changed = threading.Condition()
 
     def put(
-        self,
-        version: Version,
-        take: Callable[[VersionSource | None], VersionSource] | None,
-        *,
-        wants_snapshot: bool,
+        self, version: Version, take: Callable[[VersionSource | None], VersionSource] | None, *, wants_snapshot: bool
     ) -> None:
         """Add a job, or replace the last one that has not begun. A collective call. `take` returns the version's
         elements; it gets those of the version that is replaced, if any."""

@@ -81,11 +81,7 @@ class Webhook(Tracker):
                 "links": self._run.links,
             }
         ).encode()
-        headers = {
-            "Content-Type": "application/json",
-            "User-Agent": "paceline",
-            DELIVERY: self._delivery(step),
-        }
+        headers = {"Content-Type": "application/json", "User-Agent": "paceline", DELIVERY: self._delivery(step)}
         if self._secret:
             headers[SIGNATURE] = signature(self._secret, body)
         request = urllib.request.Request(self._address, body, headers, method="POST")

@@ -57,10 +57,7 @@ def to_dcp(
 ) -> None:
     """Write a model folder's weights as a checkpoint, with config and tokenizer. `dtype` None keeps types; a LoRA
     adapter in peft's folder is merged. Raises Conflict if it exists, InvalidInput if damaged or foreign, Unreadable."""
-    with (
-        _weight_files(source, changed=bool(dtype or adapter)) as files,
-        written_beside(destination) as partial,
-    ):
+    with _weight_files(source, changed=bool(dtype or adapter)) as files, written_beside(destination) as partial:
         write_dcp(partial, ModelWeights(files, dtype, adapter, block_bytes))
         _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
 
@@ -74,10 +71,7 @@ def to_folder(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a model folder again, with other weights. Raises Conflict, InvalidInput and Unreadable as `to_dcp` does."""
-    with (
-        _weight_files(source, changed=bool(dtype or adapter)) as files,
-        written_beside(destination) as partial,
-    ):
+    with _weight_files(source, changed=bool(dtype or adapter)) as files, written_beside(destination) as partial:
         weights = ModelWeights(files, dtype, adapter)
         headers = weights.headers()
         with SafetensorsWriter(partial, headers, max_file_bytes) as writer:

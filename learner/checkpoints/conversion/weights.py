@@ -35,15 +35,7 @@ MERGED_AS: Mapping[str, Sequence[Any]] = {
 """Values of peft's settings under which the merge is W + scaling·B·A in every layer that the files name. Other
 initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change W, so A and B do not fit the base in its folder."""
 WITHOUT_EFFECT = frozenset(
-    {
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "lora_dropout",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-    }
+    {"r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform"}
     | {"layers_pattern", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"}
     | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
 )

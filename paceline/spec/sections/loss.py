@@ -30,10 +30,7 @@ def _preset(reduction: str, advantage: str, use_dynamic_sampling: bool | None = 
 
 _KL_IN_REWARD: dict[str, Any] = {"reference_policy_kl_type": "k1", "use_kl_in_reward": True}
 _AT_SAMPLER: dict[str, Any] = {"ratio_anchor": "behaviour", "truncated_importance_sampling_ratio": None}
-_ICEPOP: dict[str, Any] = {
-    "truncated_importance_sampling_type": "icepop",
-    "truncated_importance_sampling_ratio": 5.0,
-}
+_ICEPOP: dict[str, Any] = {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 5.0}
 
 PRESETS: dict[PresetName, Preset] = {
     "grpo": _preset("grpo", "trl"),

@@ -75,9 +75,7 @@ def metrics(
         _write_csv(rows)
     else:
         render.print_table(
-            ("metric", "last", "least", "greatest", "steps"),
-            _summary(rows),
-            empty=f"{run_id} has no {kind} yet",
+            ("metric", "last", "least", "greatest", "steps"), _summary(rows), empty=f"{run_id} has no {kind} yet"
         )
 
 

@@ -150,18 +150,10 @@ def samples() -> None:
     help="Write only the best and the worst completion of each group, in the format for `paceline dpo`.",
 )
 @click.option(
-    "--best",
-    "at_least",
-    type=float,
-    metavar="REWARD",
-    help="With --pairs: least total reward of the best one.",
+    "--best", "at_least", type=float, metavar="REWARD", help="With --pairs: least total reward of the best one."
 )
 @click.option(
-    "--worst",
-    "at_most",
-    type=float,
-    metavar="REWARD",
-    help="With --pairs: largest total reward of the worst one.",
+    "--worst", "at_most", type=float, metavar="REWARD", help="With --pairs: largest total reward of the worst one."
 )
 @source_options
 @json_option
@@ -262,12 +254,7 @@ def show(
 
 
 def _check_options(
-    step: int | None,
-    of_evaluation: bool,
-    version: int | None,
-    limit: int | None,
-    best: int | None,
-    worst: int | None,
+    step: int | None, of_evaluation: bool, version: int | None, limit: int | None, best: int | None, worst: int | None
 ) -> None:
     if of_evaluation and step is not None:
         raise click.UsageError("--step is for a trained step; with --eval name the version: --version N")

@@ -147,8 +147,7 @@ def runs_of(coordinator: str, directory: Path | None) -> Iterator[Source]:
                 yield client
                 return
         click.echo(
-            f"no coordinator answers at {coordinator}; the command reads the records in {DEFAULT_DIRECTORY}",
-            err=True,
+            f"no coordinator answers at {coordinator}; the command reads the records in {DEFAULT_DIRECTORY}", err=True
         )
     with ledger_source((directory or DEFAULT_DIRECTORY) / LEDGER_NAME) as source:
         yield source

@@ -241,11 +241,7 @@ def _nothing_to_run(directory: Path, left: LeftRuns) -> click.UsageError:
 
 
 def _begun(
-    client: Client,
-    spec: RunSpec | None,
-    resumed: Sequence[str],
-    going_on: Sequence[str],
-    say: Callable[[str], None],
+    client: Client, spec: RunSpec | None, resumed: Sequence[str], going_on: Sequence[str], say: Callable[[str], None]
 ) -> list[str]:
     """Resume and submit runs as requested; return the runs to follow: the new run, else all open runs."""
     for run_id in resumed:

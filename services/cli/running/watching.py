@@ -28,14 +28,7 @@ if TYPE_CHECKING:
     from paceline.services.cli.recorded.source import Source
 
 
-def follow(
-    source: Source,
-    run_id: str,
-    *,
-    shown: Shown,
-    after: int = 0,
-    earlier: int = 0,
-) -> None:
+def follow(source: Source, run_id: str, *, shown: Shown, after: int = 0, earlier: int = 0) -> None:
     """Print a run's events after the sequence number `after` until it has ended; one line summarizes those up to
     `earlier`. From a directory, print the recorded events, also of an open run. Exits with status 1 unless the run
     succeeded. Raises NotFound, Unavailable."""

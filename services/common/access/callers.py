@@ -294,10 +294,7 @@ class WorkerCallers:
             identify = access_pb2_grpc.AccessServiceStub(channel).Identify
             prover = AioProver(channel, self._coordinator, known_token(self._coordinator))
             async with asyncio.timeout(2 * CALL_S):
-                answer = await prover.call(
-                    IDENTIFY,
-                    lambda sent: identify(request, timeout=CALL_S, metadata=sent),
-                )
+                answer = await prover.call(IDENTIFY, lambda sent: identify(request, timeout=CALL_S, metadata=sent))
         return _Answer(
             Caller(answer.name, _roles(answer.roles)) if answer.name else None, answer.refusal, time.monotonic()
         )

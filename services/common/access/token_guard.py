@@ -41,12 +41,7 @@ MESSAGE_S = 60.0
 """Seconds in which the message of a permitted call must arrive; a stream's handler waits for each message itself."""
 OF_GUARD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Statuses of calls that are refused because of their caller."""
-ENDS_OF_STREAMS = (
-    grpc.StatusCode.OK,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.UNKNOWN,
-)
+ENDS_OF_STREAMS = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN)
 """Statuses of a stream that ends without a refusal: its peer left or disappeared, or this service stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]

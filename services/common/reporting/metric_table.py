@@ -277,20 +277,7 @@ STATE = Part("coordinator", "State of the coordinator", "Gauges only for a colle
     Metric("insecure", "", "1 while the coordinator listens beyond its host without TLS (`--insecure`)", "0"),
     Metric("memory_gb", "GB", "memory of the host that the coordinator holds"),
 ))  # fmt: skip
-PARTS = (
-    REWARDS,
-    COMPLETIONS,
-    LOSS,
-    PREFERENCES,
-    VALUES,
-    WORK,
-    POOLS,
-    GROUPS,
-    TRANSFER,
-    EVALUATION,
-    VERSIONS,
-    STATE,
-)
+PARTS = (REWARDS, COMPLETIONS, LOSS, PREFERENCES, VALUES, WORK, POOLS, GROUPS, TRANSFER, EVALUATION, VERSIONS, STATE)
 
 
 def metric_of(kind: str, name: str) -> Metric | None:

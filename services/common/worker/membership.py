@@ -62,11 +62,7 @@ MAX_TURNS = 64
 OUTBOX_SIZE = 1024
 CONNECT = "paceline.v1.WorkerService/Connect"
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
-REFUSED = {
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-}
+REFUSED = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 """Statuses of refusals that only a person or time can end: another protocol, a wrong token or a taken id."""
 
 log = logging.getLogger(__name__)

@@ -216,10 +216,7 @@ class LearnerRun:
         if spec.examples is not None:
             objective = self._trainer.objective
             address, bundle = self._rank.membership.coordinator, self._assignment.bundle
-            with (
-                contextlib.closing(BundledSpec(spec, address, bundle, "data")) as bundled,
-                bundled.original_paths(),
-            ):
+            with contextlib.closing(BundledSpec(spec, address, bundle, "data")) as bundled, bundled.original_paths():
                 self._examples = ExampleSource(bundled.spec, tokenizer, objective)
                 if spec.examples.validates:
                     self._held_out = ExampleSource(bundled.spec, tokenizer, objective, validation=True)

@@ -243,11 +243,5 @@ def _facts(group: Group) -> list[tuple[float, ...]]:
         versions[sample] |= {(span.session, span.step) for span in row.spans}
         tokens, truncated, num_rows = facts.get(sample, (0.0, False, 0.0))[:3]
         cut_off = bool(truncated) or row.finish_reason == "length"
-        facts[sample] = (
-            tokens + row.num_sampled,
-            cut_off,
-            num_rows + 1,
-            turns[sample],
-            len(versions[sample]) > 1,
-        )
+        facts[sample] = (tokens + row.num_sampled, cut_off, num_rows + 1, turns[sample], len(versions[sample]) > 1)
     return list(facts.values())

@@ -137,11 +137,7 @@ def prepare_chat(
     spec's format of tool calls (`auto`: the template's format). Raises Unsupported for content that the template
     does not render, for tools whose calls could not be read, and for a call that cannot be demanded; InvalidInput
     for content that the template refuses."""
-    kwargs = {
-        **run_kwargs,
-        **(ask.chat_template_kwargs or {}),
-        **template.effort_kwargs(ask.reasoning_effort),
-    }
+    kwargs = {**run_kwargs, **(ask.chat_template_kwargs or {}), **template.effort_kwargs(ask.reasoning_effort)}
     tools, choice = ask.tools or [], ask.tool_choice
     written = template.answer_format
     calls = written.calls if call_format == "auto" else call_format

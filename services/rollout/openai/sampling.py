@@ -129,11 +129,7 @@ class Sampler:
         self._stream = TextStream(partial(text_of, self.served.tokenizer), self.stop)
         watched = self.on_delta is not None or bool(self.stop) or self.pinned is not None
         request = GenerationRequest(
-            self.request_id,
-            self.prompt_ids,
-            self.params,
-            self.seed,
-            on_progress=self._progress if watched else None,
+            self.request_id, self.prompt_ids, self.params, self.seed, on_progress=self._progress if watched else None
         )
         completion = await self.served.generate_external(request)
         echo = await self._echo() if self.echo else None
@@ -178,10 +174,7 @@ class Sampler:
         if self.pinned is not None and scored.version != self.pinned:
             raise self._other_version()
         return Echo(
-            scored.logprobs.tolist(),
-            scored.top_ids.tolist(),
-            scored.top_logprobs.tolist(),
-            tuple(scored.version),
+            scored.logprobs.tolist(), scored.top_ids.tolist(), scored.top_logprobs.tolist(), tuple(scored.version)
         )
 
     def _progress(self, completion: Completion) -> None:

@@ -295,11 +295,7 @@ class Recorder(Protocol):
 def rows_of(served: Served, ask: EngineAsk, choices: Sequence[Choice]) -> list[Json]:
     """Return prompt, completion and finish reason of each choice. A prompt of token ids is decoded to text."""
     return [
-        {
-            "prompt": _prompt(served, ask, choice),
-            "completion": choice.text,
-            "finish_reason": choice.finish_reason,
-        }
+        {"prompt": _prompt(served, ask, choice), "completion": choice.text, "finish_reason": choice.finish_reason}
         for choice in choices
     ]
 
