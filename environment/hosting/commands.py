@@ -87,7 +87,7 @@ async def _output_of(
         finally:
             kill_group(process.pid)  # also its children, which hold the pipes
             await process.wait()
-            left_over.ended(process.pid)
+            await left_over.ended(process.pid)
         return await output.text(), await errors.text(), process.returncode
 
 

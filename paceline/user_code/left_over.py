@@ -1,9 +1,11 @@
 """Bounds two things that user code leaves behind: processes, and output in the service's log.
 
 A process that leaves its group (setsid) and whose parent ends is adopted by the nearest ancestor that asks for it
-(`adopt`), a service that runs user code. `end_strays` then ends the adopted processes: when the last process of user
-code of this service has ended, and at the service's end. Zombies among them are reaped. A service that was itself
-killed by SIGKILL does not do this; `paceline up` then ends those with `MARK` in their environment. Linux only.
+(`adopt`), a service that runs user code or `paceline up`. `end_strays` then ends the adopted processes that have `MARK`
+in their environment, with their descendants: when the last process of user code of this service has ended, at the
+service's end, and in `paceline up` when a service has ended. A thread reaps the adopted processes that have ended. Other
+children are left alone: services of `paceline up`, or, in a container, what `kubectl exec` left. A process of user code
+that removes `MARK` from its environment is not ended. Linux only.
 
 Output is copied to the service's standard error by `OutputLimit`: a service's log shares a disk with the ledger.
 """
@@ -17,8 +19,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -27,20 +30,21 @@ MARK = "PACELINE_USER_CODE"
 END_S = 2.0
 """Longest time in which strays are killed again, because they may start others."""
 REAP_S = 1.0
-"""Least time between two searches for zombies."""
+"""Seconds between two searches for zombies."""
 
 log = logging.getLogger(__name__)
 
 
 class _Started:
-    """Processes of user code that this process has started and not reaped."""
+    """Children that this process has started in sessions of their own, and for whose end other code waits."""
 
     def __init__(self) -> None:
         self.is_adopting = False
+        self.lock = threading.Lock()
         self.starting = 0
         """Number of processes that are being started, whose ids are not known yet."""
-        self.pids: set[int] = set()
-        self.reaped_s = float("-inf")
+        self.pids: dict[int, bool] = {}
+        """True for user code, by process id."""
 
 
 _started = _Started()
@@ -48,60 +52,90 @@ _started = _Started()
 
 def adopt() -> None:
     """Let this process adopt the processes that its descendants leave behind. For services, not for a user's program."""
-    if sys.platform.startswith("linux"):
+    if sys.platform.startswith("linux") and not _started.is_adopting:
         _started.is_adopting = ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+        threading.Thread(target=_reap_forever, name="reaping", daemon=True).start()
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the id of the process that the body starts. `ended` removes it."""
-    _started.starting += 1
+def starting(*, user_code: bool = True) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the id of the process that the body starts. `reaped` or `ended` removes it."""
+
+    def started(pid: int) -> None:
+        with _started.lock:
+            _started.pids[pid] = user_code
+
+    with _started.lock:
+        _started.starting += 1
     try:
-        yield _started.pids.add
+        yield started
     finally:
-        _started.starting -= 1
+        with _started.lock:
+            _started.starting -= 1
 
 
-def ended(pid: int) -> None:
+def reaped(pid: int) -> None:
+    """Note that a process was reaped."""
+    with _started.lock:
+        _started.pids.pop(pid, None)
+
+
+async def ended(pid: int) -> None:
     """Note that a process of user code was reaped. After the last one, end what they have left."""
-    _started.pids.discard(pid)
-    if _started.is_adopting and not _started.pids and not _started.starting:
-        end_strays()
+    reaped(pid)
+    with _started.lock:
+        is_last = not _started.starting and not any(_started.pids.values())
+    if _started.is_adopting and is_last:
+        await asyncio.to_thread(end_strays)
+
+
+def end_strays() -> None:
+    """Kill the adopted processes that are marked, with their descendants, and reap them. May take END_S."""
+    deadline_s = time.monotonic() + END_S
+    chosen: set[int] = set()  # a process that is ending has no environment any more
+    while True:
+        reap_strays()
+        found = [pid for pid in _strays() if pid in chosen or is_marked(pid)]
+        if not found and not _started.starting:
+            return
+        if time.monotonic() > deadline_s:
+            if found:
+                log.warning("processes %s that user code has left behind do not end", found)
+            return
+        tree = _with_descendants(found)
+        chosen.update(tree)
+        for pid in tree:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def reap_strays() -> None:
-    """Reap adopted processes that have ended by themselves."""
-    now_s = time.monotonic()
-    if _started.is_adopting and not _started.starting and now_s - _started.reaped_s > REAP_S:
-        _started.reaped_s = now_s
-        for pid in strays():
-            _reap(pid)
+    """Reap the adopted processes that have ended."""
+    for pid in _strays():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
-def end_strays(belongs: Callable[[int], bool] = lambda pid: True) -> None:
-    """Kill the adopted processes for which `belongs` is true, with their descendants, and reap them."""
-    deadline_s = time.monotonic() + END_S
-    while found := [pid for pid in strays() if belongs(pid)]:
-        for pid in (each for stray in found for each in (stray, *_descendants(stray))):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        left = [pid for pid in found if not _reap(pid)]
-        if time.monotonic() > deadline_s:
-            log.warning("processes %s that user code has left behind do not end", left)
-            return
-        if left:
-            time.sleep(0.01)
+def _reap_forever() -> None:
+    while True:
+        time.sleep(REAP_S)
+        with contextlib.suppress(OSError):
+            reap_strays()
 
 
-def strays() -> list[int]:
-    """Return the adopted processes of user code: children in another session that this process has not started."""
-    session = os.getsid(0)
-    found = []
+def _strays() -> list[int]:
+    """Return the adopted processes: children in another session that this process has not started. None while a
+    process is being started, because it could be taken for one of them."""
+    if not _started.is_adopting:
+        return []
+    session, found = os.getsid(0), []
     for pid in _children(os.getpid()):
         with contextlib.suppress(ProcessLookupError):
-            if pid not in _started.pids and os.getsid(pid) != session:
+            if os.getsid(pid) != session:
                 found.append(pid)
-    return found
+    with _started.lock:
+        return [] if _started.starting else [pid for pid in found if pid not in _started.pids]
 
 
 def is_marked(pid: int) -> bool:
@@ -120,57 +154,53 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _descendants(pid: int) -> Iterator[int]:
-    for child in _children(pid):
-        yield child
-        yield from _descendants(child)
-
-
-def _reap(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
+def _with_descendants(pids: Iterable[int]) -> list[int]:
+    found, waiting = [], list(pids)
+    while waiting:
+        found.append(waiting.pop())
+        waiting += _children(found[-1])
+    return found
 
 
 OUTPUT_RATE = 16 << 10
 """Bytes of output that a service's user code may write in a second for long."""
 OUTPUT_BURST = 1 << 20
 """Bytes that it may write at once."""
-OUTPUT_TOTAL = 64 << 20
-"""Bytes that it may write in the service's life."""
+OUTPUT_DAILY = 64 << 20
+"""Bytes that it may write in a day."""
+DAY_S = 86400.0
+LAST_BYTES = 1 << 10
+"""Bytes at the end of a process's output that are written in any case: they may have the reason of its death."""
 
 
 class OutputLimit:
     """Decides which output of user code is written. It only computes."""
 
-    def __init__(self, rate: int = OUTPUT_RATE, burst: int = OUTPUT_BURST, total: int = OUTPUT_TOTAL):
-        self._rate, self._burst, self._total = rate, burst, total
-        self._room, self._room_s = float(burst), 0.0
-        self._written = self._left_out = 0
+    def __init__(self, rate: int = OUTPUT_RATE, burst: int = OUTPUT_BURST, daily: int = OUTPUT_DAILY):
+        self._rate, self._burst, self._daily = rate, burst, daily
+        self._room, self._room_today, self._room_s = float(burst), float(daily), 0.0
+        self.left_out = 0
+        """Bytes left out since output was last written."""
 
     def admit(self, data: bytes, now_s: float) -> bytes:
         """Return the part of `data` that is written, with a sentence where output is left out."""
-        if self._written >= self._total:
+        since_s, self._room_s = now_s - self._room_s, now_s
+        self._room = min(self._burst, self._room + since_s * self._rate)
+        self._room_today = min(self._daily, self._room_today + since_s * self._daily / DAY_S)
+        room = min(self._room, self._room_today)
+        if self.left_out and room < min(self._rate, self._burst, self._daily):
+            self.left_out += len(data)
             return b""
-        self._room = min(self._burst, self._room + (now_s - self._room_s) * self._rate)
-        self._room_s = now_s
-        if self._left_out and self._room < min(self._rate, self._burst):
-            self._left_out += len(data)
-            return b""
-        before = f"[{self._left_out} bytes of output of user code were left out]\n".encode() if self._left_out else b""
-        kept = data[: min(int(self._room), self._total - self._written)]
+        before = f"[{self.left_out} bytes of output of user code were left out]\n".encode() if self.left_out else b""
+        kept = data[: int(room)]
         self._room -= len(kept)
-        self._written += len(kept)
-        self._left_out = len(data) - len(kept)
-        return before + kept + (self._sentence() if self._left_out or self._written >= self._total else b"")
+        self._room_today -= len(kept)
+        self.left_out = len(data) - len(kept)
+        return before + kept + (self._sentence() if self.left_out else b"")
 
     def _sentence(self) -> bytes:
-        if self._written >= self._total:
-            why = f"has written {self._total >> 20} MB in this service's life, and nothing more of it is kept"
-        else:
-            why = f"writes more than {self._rate >> 10} KB/s, and a part of it is left out"
-        return f"\n[user code {why}; let it print less]\n".encode()
+        most = f"{self._daily >> 20} MB a day" if self._room_today < self._room else f"{self._rate >> 10} KB/s"
+        return f"\n[user code writes more than {most}, and a part of it is left out; let it print less]\n".encode()
 
 
 _output = OutputLimit()
@@ -181,11 +211,13 @@ HELD_S = 1.0
 
 
 class CopiedOutput(asyncio.Protocol):
-    """Copies what a process writes into a pipe to standard error, within the limit of the service."""
+    """Copies what a process writes into a pipe to standard error, within the limit of the service, and its end."""
 
     def __init__(self) -> None:
         self._ended = asyncio.get_running_loop().create_future()
         self._transport: asyncio.BaseTransport | None = None
+        self._last = b""
+        self._is_cut = False
         self.write_fd = -1
         """Writing end, which the caller closes once the process has it."""
 
@@ -207,9 +239,17 @@ class CopiedOutput(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end the service
-            os.write(2, _output.admit(data, time.monotonic()))
+        self._last = (self._last + data[-LAST_BYTES:])[-LAST_BYTES:]
+        _write(_output.admit(data, time.monotonic()))
+        self._is_cut = _output.left_out > 0
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_cut:
+            _write(b"[the process of user code ended; its last output:]\n" + self._last + b"\n")
         if not self._ended.done():
             self._ended.set_result(None)
+
+
+def _write(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not end the service
+        os.write(2, text)

@@ -212,7 +212,6 @@ class UserProcess(_Child):
             raise
         finally:
             half.cancel()
-            left_over.reap_strays()
 
     def kill(self) -> None:
         super().kill()
@@ -229,7 +228,7 @@ class UserProcess(_Child):
     async def _wait_for_end(self, process: Process) -> None:
         await process.wait()
         kill_group(process.pid)
-        left_over.ended(process.pid)
+        await left_over.ended(process.pid)
 
 
 class SharedProcess(_Child):
@@ -311,11 +310,11 @@ class SharedProcess(_Child):
         reading, self._reading = self._reading, None
         if reading is not None:
             await asyncio.gather(reading, return_exceptions=True)
-        if self._process is not None:
-            await self._process.wait()  # no deadline: after SIGKILL only the kernel's waits can delay the end
-            kill_group(self._process.pid)
-            left_over.ended(self._process.pid)
-        self._process = None
+        if (process := self._process) is not None:
+            await process.wait()  # no deadline: after SIGKILL only the kernel's waits can delay the end
+            kill_group(process.pid)
+            self._process = None
+            await left_over.ended(process.pid)
         await self._remove_files()
 
     def replied(self, reply: dict[str, Any]) -> None:
@@ -327,7 +326,6 @@ class SharedProcess(_Child):
             while True:
                 reply = await receive_async(reader)
                 self.num_answered += 1
-                left_over.reap_strays()
                 self.replied(reply)
                 future = self._waiting.get(reply.get("id", 0))
                 if future is not None and not future.done():

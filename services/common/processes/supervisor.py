@@ -28,7 +28,7 @@ import psutil
 from paceline.calls.backoff import pause_after
 from paceline.errors import PacelineError
 from paceline.services.common.processes.tether import tethered
-from paceline.user_code.left_over import end_strays, is_marked
+from paceline.user_code.left_over import end_strays, reaped, starting
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
@@ -224,7 +224,7 @@ class Service:
         with self._lock:
             if self._stopping.is_set():
                 return None
-            with self.log_path.open("ab") as log:
+            with self.log_path.open("ab") as log, starting(user_code=False) as started:
                 process = subprocess.Popen(
                     tethered(self.command),
                     stdin=subprocess.DEVNULL,
@@ -233,6 +233,7 @@ class Service:
                     env=self._environment,
                     start_new_session=True,
                 )
+                started(process.pid)
             self._process = process
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
@@ -240,7 +241,8 @@ class Service:
             self._signal(signal.SIGKILL)
             self._process = None
             status = process.wait()
-        end_strays(is_marked)
+        reaped(process.pid)
+        end_strays()
         return status
 
     def _note_end(self, how: str) -> None:

@@ -29,6 +29,7 @@ from paceline.services.common.access.token_guard import TokenGuard, status_of
 from paceline.services.common.serving.call_limits import CallLimits, OutermostInterceptor
 from paceline.services.common.serving.endpoints import in_brackets
 from paceline.tls.folder import TlsFolder, tls_folder
+from paceline.user_code.left_over import end_strays
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message in either direction; manifests of weights are the largest messages."""
@@ -231,7 +232,7 @@ def _is_taken(host: str, port: int) -> bool:
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Run `main` with an event that SIGTERM and SIGINT set, after which `main` should end. A PacelineError ends the
     process with its message and status 1, any other exception with its traceback. A thread that still waits THREADS_S
-    after the end of `main`, such as for a server that never answers, ends with the process."""
+    after the end of `main`, such as for a server that never answers, ends with the process, whose status is 1 then."""
     overdue = threading.Timer(THREADS_S, _end_with_threads)
     overdue.daemon = True
 
@@ -239,7 +240,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         try:
             await _until_signal(main)
         except BaseException as error:
-            overdue.args = (1, error)
+            overdue.args = (error,)
             raise
         finally:
             overdue.start()
@@ -262,10 +263,11 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
 THREADS_S = 10.0
 
 
-def _end_with_threads(status: int = 0, error: BaseException | None = None) -> None:
+def _end_with_threads(error: BaseException | None = None) -> None:
     why = f": {error}" if error is not None else ""
     log.warning("a thread did not end within %g s, and the process ends without it%s", THREADS_S, why)
-    end_process(status)
+    end_strays()
+    end_process(1)
 
 
 async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
