@@ -5,8 +5,8 @@ a lock; the coordinator reads changes within a second.
 Each has a copy beside it (`.copy`), which is written first. If a file is damaged, its copy is in effect, so that a
 restart does not stop the runs of all token holders. If a file was deleted, nothing of the copy is accepted, but what it
 revokes stays revoked. So neither damage nor deletion brings a removed token to life: the copy has all changes by
-commands, and the coordinator takes over those by hand (`keep_copy`). Without a copy, a damaged `tokens.json` leaves the
-bootstrap token alone.
+commands, and the coordinator takes over those by hand (`keep_copy`). A damaged file without a copy, and a damaged copy
+without a file, give the reader Conflict.
 
 A token is 32 random bytes, so nobody can guess one from its digest. The file has digests alone; the token is shown
 once, when it is made. A digest is the key with which callers prove a token (`paceline/calls/proof.py`), so a reader of
@@ -229,41 +229,27 @@ def _read(
     path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str, revokes: Callable[[RowT], bool]
 ) -> Mapping[str, RowT]:
     """Return the rows of a file; of a damaged file those of its copy, and of a missing file those of its copy that
-    `revokes` chooses. Raises Conflict if both are damaged; `again` tells the user what to do after deleting them."""
+    `revokes` chooses. Raises Conflict if the copy is damaged too, or missing beside a damaged file; `again` tells the
+    user what to do after deleting them."""
     try:
         return parsed(_content(path, parsed))
     except FileNotFoundError:
-        with contextlib.suppress(FileNotFoundError, Conflict):
-            rows = parsed(_content(_copy_of(path), parsed))
-            return {key: row for key, row in rows.items() if revokes(row)}
-        return {}
-    except Conflict as fault:
         try:
             rows = parsed(_content(_copy_of(path), parsed))
         except FileNotFoundError:
-            if not isinstance(fault, _Damaged) or parsed is not _tokens or _mentions_bootstrap(path):
-                raise Conflict(f"{fault}; restore it, or delete it and {again}") from None
-            log.error("%s, and has no copy: no named token is accepted until one is made again", fault)
             return {}
-        except Conflict:
-            raise Conflict(f"{fault}; restore it, or delete it and {again}") from None
+        except Conflict as fault:
+            raise Conflict(f"{fault}, and {path} is missing; restore it, or delete the copy and {again}") from None
+        return {key: row for key, row in rows.items() if revokes(row)}
+    except Conflict as fault:
+        try:
+            rows = parsed(_content(_copy_of(path), parsed))
+        except (FileNotFoundError, Conflict):
+            raise Conflict(f"{fault}; restore it, or delete it and its copy and {again}") from None
         log.error(
             "%s. Its copy %s is in effect; the next command that changes the file repairs it", fault, _copy_of(path)
         )
         return rows
-
-
-class _Damaged(Conflict):
-    """A file that no version of Paceline has written."""
-
-
-def _mentions_bootstrap(path: Path) -> bool:
-    """Return whether a damaged `tokens.json` may have revoked the bootstrap token."""
-    try:
-        with open_regular(path) as file:
-            return BOOTSTRAP.encode() in file.read(MAX_FILE_BYTES)
-    except OSError:
-        return False
 
 
 def _content(path: Path, parsed: Callable[[Any], object]) -> dict[str, Any]:
@@ -280,6 +266,6 @@ def _content(path: Path, parsed: Callable[[Any], object]) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise _Damaged(f"{path} is damaged ({type(error).__name__})") from None
+        raise Conflict(f"{path} is damaged ({type(error).__name__})") from None
     except OSError as error:
-        raise _Damaged(f"{path} cannot be read: {error.strerror}") from None
+        raise Conflict(f"{path} cannot be read: {error.strerror or error}") from None

@@ -69,13 +69,6 @@ def damage(path: Path, kind: str) -> None:
         path.write_text(kind)
 
 
-@pytest.mark.parametrize("text", ['{"format": 2, "tokens": []}', '{"tokens": [{"name": "bootstrap"'])
-def test_a_file_of_another_version_or_without_a_sure_bootstrap_token_says_so(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokens.json").write_text(text)
-    with pytest.raises(Conflict, match=r"tokens\.json"):
-        TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
-
-
 @pytest.mark.parametrize("kind", [*DAMAGED, "folder", "pipe", "zeros"])
 async def test_after_damage_and_a_restart_the_copy_decides(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
@@ -95,16 +88,28 @@ async def test_after_damage_and_a_restart_the_copy_decides(
         assert read_table(path).keys() == {digest_of(token) for token in (kept, revoked, later)}
 
 
-@pytest.mark.parametrize("kind", [*DAMAGED, "folder"])
-async def test_without_a_copy_the_bootstrap_token_is_left(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "tokens.json"
-    token = create(path, "ann", CallerRole.VIEWER, 0.0)
+@pytest.mark.parametrize("kind", ['{"format": 2, "tokens": []}', *DAMAGED, "folder", "pipe"])
+async def test_without_a_copy_damage_does_not_bring_a_revoked_bootstrap_token_back(tmp_path: Path, kind: str) -> None:
+    path, copy = tmp_path / "tokens.json", tmp_path / "tokens.json.copy"
+    revoke(path, BOOTSTRAP, "boot")
+    copy.unlink()  # as in a directory of an older version
+    whole = path.read_text()
     damage(path, kind)
-    (tmp_path / "tokens.json.copy").unlink()
-    callers = TokenCallers(lambda: "boot", tmp_path / "token", path)
-    assert (await callers.caller("boot")).steers_all
-    with pytest.raises(AccessDenied):
-        await callers.caller(token)
+    with pytest.raises(Conflict, match=r"tokens\.json"):
+        TokenCallers(lambda: "boot", tmp_path / "token", path)
+    if path.is_dir():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    path.write_text(whole)
+    TokenCallers(lambda: "boot", tmp_path / "token", path)
+    damage(path, kind)
+    with pytest.raises(AccessDenied, match="was revoked"):
+        await TokenCallers(lambda: "boot", tmp_path / "token", path).caller("boot")
+    damage(copy, kind)
+    if not path.is_dir():
+        path.unlink()
+    with pytest.raises(Conflict, match=r"tokens\.json"):  # the copy may have revoked it
+        TokenCallers(lambda: "boot", tmp_path / "token", path)
 
 
 async def test_no_way_of_removal_is_undone_by_later_damage(tmp_path: Path) -> None:
