@@ -12,6 +12,7 @@ is never read: the log continues in the next file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -113,6 +114,8 @@ MAX_FILE_BYTES = 16 << 20
 MAX_FILES = 64
 """Largest number of files that are kept; together they have 1 GB."""
 NAME = re.compile(r"([0-9]{6,12})\.jsonl")
+MAX_NUMBER = 10**12 - 2
+"""Largest number of a file that is written: the number after it fits `NAME` too."""
 
 
 def audit_files(folder: Path) -> dict[int, Path]:
@@ -185,10 +188,11 @@ class AuditFiles:
         """Faults that were found when the log was opened, to be recorded."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._numbers = list(audit_files(folder))
+            self._numbers = [number for number in audit_files(folder) if number <= MAX_NUMBER]
             self.head = self._find_end(head)
-            newest = self._numbers[-1] if self._numbers else 1
-            self._open(newest if _ends_with_line(folder / _name(newest)) else newest + 1)
+            newest = self._numbers[-1] if self._numbers else 0
+            continues = _ends_with_line(folder / _name(newest))
+            self._open(newest if continues else newest + 1, 0 if continues else os.O_EXCL)
         except OSError as error:
             raise LedgerFault(f"the audit log {folder} cannot be written: {error}") from error
 
@@ -238,15 +242,26 @@ class AuditFiles:
         return end
 
     def _rotate(self) -> None:
-        os.fdatasync(self._descriptor)
-        os.close(self._descriptor)
-        self._open(self.number + 1)
+        earlier = self._descriptor
+        os.fdatasync(earlier)
+        self._open(self.number + 1, os.O_EXCL)
+        os.close(earlier)
         while len(self._numbers) > self._max_files:
-            (self._folder / _name(self._numbers.pop(0))).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # such as a folder of that name
+                (self._folder / _name(self._numbers.pop(0))).unlink()
 
-    def _open(self, number: int) -> None:
-        path = self._folder / _name(number)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _open(self, number: int, exclusive: int) -> None:
+        """Open a file for appending: with O_EXCL a new one, under the next free number. Raises OSError, and then the
+        file that was open stays."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | exclusive
+        while True:
+            if number > MAX_NUMBER:
+                raise OSError(errno.EFBIG, "the number of the newest file is too large; remove the file")
+            try:
+                self._descriptor = os.open(self._folder / _name(number), flags, 0o600)
+                break
+            except FileExistsError:
+                number += 1
         self._size = os.fstat(self._descriptor).st_size
         if number not in self._numbers:
             self._numbers.append(number)
@@ -254,13 +269,11 @@ class AuditFiles:
 
 
 def _ends_with_line(path: Path) -> bool:
-    """Return whether records can be appended to a file, which may be missing."""
+    """Return whether records can be appended to a file."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-            return file.read() in (b"", b"\n")
-    except FileNotFoundError:
-        return not path.is_symlink()
+            return file.read() in (b"", b"\n") and not path.is_symlink()
     except OSError:
         return False
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from paceline.errors import LedgerFault
 from paceline.services.coordinator.audit_log.records import (
     AuditFiles,
     AuditRecord,
@@ -54,6 +57,61 @@ def test_the_oldest_files_are_deleted_beyond_the_most(tmp_path: Path) -> None:
     assert not has_record(tmp_path, AuditHead(6, first.hash))
     assert not has_record(tmp_path, AuditHead(7, last.hash))
     assert has_record(tmp_path, AuditHead(2, "deleted with its file"))
+
+
+def test_names_that_are_taken_are_passed_over(tmp_path: Path) -> None:
+    head = write(tmp_path, 1)
+    (tmp_path / "000002.jsonl").mkdir()
+    (tmp_path / "000002.jsonl" / "x").touch()
+    os.mkfifo(tmp_path / "000003.jsonl")
+    (tmp_path / "000004.jsonl").symlink_to("/dev/null")
+    (tmp_path / "000005.jsonl").symlink_to("missing")
+    head = write(tmp_path, 2, head, max_file_bytes=1)
+    assert [path.name for path in sorted(tmp_path.iterdir()) if path.is_file()] == [
+        f"{number:06}.jsonl" for number in (1, 6, 7)
+    ]
+    assert head.sequence == 3
+    write(tmp_path, 4, head, max_file_bytes=1, max_files=2)  # a folder that cannot be deleted ends nothing
+
+
+def test_a_name_that_was_taken_since_is_passed_over(tmp_path: Path) -> None:
+    log = opened(tmp_path, max_file_bytes=1)
+    log.append(Entry("x/Y"))
+    (tmp_path / "000002.jsonl").mkdir()
+    os.mkfifo(tmp_path / "000003.jsonl")
+    (tmp_path / "000004.jsonl").symlink_to("/dev/null")
+    log.append(Entry("x/Y"))
+    log.close()
+    assert read_line((tmp_path / "000005.jsonl").read_bytes().rstrip()).sequence == 2
+
+
+def test_a_next_file_that_cannot_be_opened_leaves_the_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = opened(tmp_path, max_file_bytes=1)
+    log.append(Entry("x/Y"))
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        full.setattr(os, "open", refuse)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Too many"):
+                log.append(Entry("x/Y"))
+    assert log.append(Entry("x/Y")).sequence == 2
+    log.close()
+
+
+def test_a_number_without_a_next_one_does_not_count(tmp_path: Path) -> None:
+    head = write(tmp_path, 1)
+    (tmp_path / "999999999999.jsonl").touch()
+    head = write(tmp_path, 2, head, max_file_bytes=1)
+    assert list(audit_files(tmp_path)) == [1, 2, 3, 999_999_999_999]
+    assert [record.sequence for record in read(tmp_path)] == [1, 2, 3]
+    (tmp_path / "999999999998.jsonl").mkdir()
+    with pytest.raises(LedgerFault, match="remove the file"):
+        opened(tmp_path, head)
 
 
 def test_a_line_that_a_power_cut_left_unfinished_is_cut_off(tmp_path: Path) -> None:
