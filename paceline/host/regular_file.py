@@ -62,9 +62,11 @@ NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 """Error numbers of `open_regular` for a path that has no file, which no retry changes."""
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """Return the file opened for reading. Raises OSError as `open` does, and for a FIFO, a socket or a device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_regular(path: str | Path, *, follows_link: bool = True) -> BinaryIO:
+    """Return the file opened for reading. Raises OSError as `open` does, and for a FIFO, a socket or a device; without
+    `follows_link` also for a link."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags if follows_link else flags | os.O_NOFOLLOW)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput, NotFound
+from paceline.host.regular_file import open_regular
 from paceline.services.coordinator.reporting.member_files import FOLDER, PERIOD_S, files_of
 from paceline.v1 import records_pb2 as pb
 
@@ -107,14 +108,12 @@ def read_log(directory: Path, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
     max_bytes = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
         # A link could lead out of the folder.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = os.open(directory / LOGS / f"{request.name}{SUFFIX}", flags)
-        with open(fd, "rb") as file:
+        with open_regular(directory / LOGS / f"{request.name}{SUFFIX}", follows_link=False) as file:
             response.size = file.seek(0, os.SEEK_END)
             start = file.seek(max(0, response.size - max_bytes))
             content = file.read(max_bytes)
     except OSError as error:
-        raise NotFound(f"the log {request.name} cannot be read: {error.strerror}") from None
+        raise NotFound(f"the log {request.name} cannot be read: {error.strerror or error}") from None
     if start:
         content = content.partition(b"\n")[2] or content
     response.text = content.decode("utf-8", "replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from control_plane import Plane, Worker, refusal
 from paceline.client import Client
 from paceline.errors import NotFound
 from paceline.services.coordinator.records import servicer as records_servicer
+from paceline.services.coordinator.records.files import read_log
 from paceline.services.coordinator.records.reader import RecordsReader
 from paceline.v1 import common_pb2, run_pb2, worker_pb2
 from paceline.v1 import records_pb2 as pb
@@ -86,6 +88,18 @@ async def test_log_lines_of_services_are_read(plane: Plane, tmp_path: Path) -> N
     (plane.directory / "logs" / "rollout-0.log").write_text("a line\n")
     answer = await plane.records.ReadLog(pb.ReadLogRequest(name="rollout-0"))
     assert (list(answer.names), answer.text, answer.size) == (["rollout-0"], "a line\n", 7)
+
+
+def test_a_log_that_is_no_file_is_refused_and_nothing_stays_open(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    (logs / "folder.log").mkdir(parents=True)
+    os.mkfifo(logs / "pipe.log")
+    (logs / "link.log").symlink_to(__file__)
+    before = len(os.listdir("/proc/self/fd"))
+    for name, why in (("folder", "Is a directory"), ("pipe", "not a file"), ("link", "symbolic links")):
+        with pytest.raises(NotFound, match=why):
+            read_log(tmp_path, pb.ReadLogRequest(name=name))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_specs_are_read(plane: Plane) -> None:
