@@ -14,6 +14,7 @@ left out with a warning. One thread writes; only requests under way, a bounded n
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import math
@@ -32,11 +33,14 @@ from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, NotFound, Unavailable
 from paceline.files.line_file import HEADER_BYTES, LineReader, LineWriter, stored_size
+from paceline.host.regular_file import NO_FILE
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.rollout.openai.server import FeedbackAsk
 
 REQUESTS, RATED = "requests", "rated"
 NAME = re.compile(r"(requests|rated)-([0-9]{6,15})\.jsonl")
+MAX_NUMBER = 10**15 - 1
+"""Largest number in a file's name."""
 PARTS = 16
 """Number of files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
 SCORE_BYTES = 32
@@ -147,7 +151,8 @@ class TraceLog:
         if kind in self._files:
             self._files.pop(kind).close()
         names = filter(None, map(NAME.fullmatch, os.listdir(self._folder)))
-        number = max((int(match[2]) for match in names if match[1] == kind), default=0) + 1
+        taken = {0, *(int(match[2]) for match in names if match[1] == kind)}
+        number = max(each + 1 for each in taken if each + 1 not in taken and each < MAX_NUMBER)
         path = self._folder / f"{kind}-{number:06}.jsonl"
         self._make_room()
         self._files[kind] = LineWriter(path, self._key)
@@ -173,11 +178,17 @@ class TraceLog:
         return sorted((int(match[2]), path) for match, path in matches if match and match[1] == kind)
 
     def _read(self, choice: _Choice) -> Json | None:
-        """Return the row of a choice; None when its file is gone or was changed."""
+        """Return the row of a choice; None if its file is gone, was changed or may not be read. Raises OSError for a
+        fault that may end."""
         try:
             with LineReader(choice.file, self._key) as file:
                 line = file.read_at(choice.offset)
         except (FileNotFoundError, WrongKey):
+            return None
+        except OSError as error:
+            if error.errno not in (*NO_FILE, errno.EACCES):
+                raise
+            seldom.warning("read", "the traces in %s cannot be read and get no feedback: %s", choice.file, error)
             return None
         return _row(line)
 

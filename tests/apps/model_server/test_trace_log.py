@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import closing
@@ -142,6 +143,44 @@ async def test_folders_links_and_devices_are_left_out(tmp_path: Path) -> None:
         assert not (await log.rate(feedback(1.0, "59")))["duplicate"]
     assert other.read_text() == "half a line"
     assert (folder / "rated-000004.jsonl").exists()
+
+
+@pytest.mark.parametrize("foreign", [["9" * 15], ["9" * 14 + "8", "9" * 15], ["9" * 14 + "8"]])
+async def test_the_largest_numbers_do_not_let_the_folder_grow(tmp_path: Path, foreign: list[str]) -> None:
+    for number in foreign:
+        (tmp_path / f"requests-{number}.jsonl").touch()
+    bound = PARTS * 400
+    with opened(tmp_path, bound) as log:
+        for number in range(100):
+            await log.record(f"{number}", [ROW])
+            assert size_of(tmp_path) <= bound
+    files = [entry.path for entry in os.scandir(tmp_path)]
+    assert max(map(os.path.getsize, files)) <= 400
+    assert max(map(len, files)) == len(str(tmp_path / f"requests-{'9' * 15}.jsonl"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "unreadable"])
+async def test_a_file_that_cannot_be_read_any_more_gets_no_feedback(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as log:
+        await log.record("a", [ROW])
+        path = tmp_path / "requests-000001.jsonl"
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "loop":
+            path.symlink_to(path)
+        else:
+
+            def refuse(*_: object) -> None:
+                raise PermissionError(errno.EACCES, "Permission denied")
+
+            monkeypatch.setattr("paceline.apps.model_server.trace_log.LineReader", refuse)
+        with pytest.raises(NotFound):
+            await log.rate(feedback(1.0))
 
 
 async def test_a_row_that_was_changed_in_its_file_gets_no_feedback(tmp_path: Path) -> None:
