@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +32,8 @@ MAX_BLOB_BYTES = 8 << 30
 FULL_S = 60.0
 """Seconds after which a client may retry an upload that did not fit."""
 VERIFIED_BYTES = 2 << 30
-"""A request for missing files reads at most this many bytes to verify files, unless a file was found damaged before."""
+"""A request for missing files reads at most this many bytes to verify files of the right size, and beyond them
+only `_suspects`."""
 UNUSED_S = 3600.0
 """Seconds for which a file that no run refers to is kept, because the submission of its run may still arrive."""
 
@@ -57,10 +59,10 @@ class BlobStore:
         """Bytes of all files. A file in transfer counts with its full size. None until the files are counted."""
         self._sent: dict[str, int] = {}
         """Full size in bytes of each file in transfer, by SHA-256."""
-        self._verified: set[str] = set()
-        """Files whose content was verified since a damaged file was last found."""
-        self._is_suspect = False
-        """True if any file was found damaged."""
+        self._verified: dict[str, int] = {}
+        """Bytes of each file whose content was verified, by SHA-256; emptied when damage is found."""
+        self._suspects: set[str] = set()
+        """Files that were here when another was found damaged, and that were not verified since."""
 
     def has(self, sha256: str) -> bool:
         """Return whether the store has a complete file, and set its time of use to now, so that it is not removed soon."""
@@ -74,21 +76,24 @@ class BlobStore:
     def missing(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the files that the store lacks, each with the offset at which its transfer continues. `sizes` has the
         bytes of the requested files by SHA-256. Files are read first, and damaged ones are removed, so that one
-        request names all files that have to be sent again."""
+        request names all files that have to be sent again. Raises InvalidInput for a wrong size of an undamaged file.
+        Call it from one task at a time, so that no two requests read the same files."""
         left = VERIFIED_BYTES
         for sha256 in sorted(filter(self.has, sizes), key=lambda each: sizes[each]):
-            if sha256 in self._verified:
-                continue
-            left -= sizes[sha256]
-            if left < 0 and not self._is_suspect:
-                break
             try:
                 with self._open(sha256) as file:
-                    if file.seek(0, os.SEEK_END) != sizes[sha256]:
-                        _remove(self._path(sha256))
-                        continue
-                for _ in self.read(sha256):
-                    pass
+                    size = file.seek(0, os.SEEK_END)
+                if self._verified.get(sha256) != size:
+                    if size == sizes[sha256] and sha256 not in self._suspects:
+                        left -= size
+                        if left < 0:
+                            continue
+                    for _ in self.read(sha256):
+                        pass
+                if size != sizes[sha256]:
+                    raise InvalidInput(
+                        f"the file {sha256[:12]}… has {size} bytes, but the request says {sizes[sha256]}; submit again"
+                    )
             except NotFound:
                 continue
             except WrongKey:
@@ -106,8 +111,11 @@ class BlobStore:
         _check_digest(sha256)
         if self._key is not None:
             return 0
-        partial = self._partial / sha256
-        return partial.stat().st_size if partial.is_file() else 0
+        try:
+            status = (self._partial / sha256).lstat()
+        except OSError:  # also one that another task has completed or removed
+            return 0
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def begin(self, sha256: str, size: int, offset: int) -> None:
         """Reserve the bytes of a partial file until `end`. Raises InvalidInput for a file that is too large; Busy
@@ -125,7 +133,7 @@ class BlobStore:
                     f"another client is sending the file {sha256[:12]}…; request the list of missing files again"
                 )
             self._partial.mkdir(parents=True, exist_ok=True)
-            if self.received(sha256) > size or not (self._partial / sha256).is_file():
+            if not 0 < self.received(sha256) <= size:
                 _remove(self._partial / sha256)
             received = self.received(sha256)
             if offset != received:
@@ -191,7 +199,7 @@ class BlobStore:
         partial.replace(path)
         sync_folder(path.parent)
         sync_folder(self._folder)
-        self._verified.add(sha256)
+        self._verified[sha256] = size
 
     def read(self, sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
         """Yield a range of a file in chunks; `length` 0 means up to the end. If the whole file is read, it is checked:
@@ -199,7 +207,8 @@ class BlobStore:
         digest = hashlib.sha256() if offset == 0 and length == 0 else None
         is_damaged = False
         with self._open(sha256) as file:
-            file.seek(min(offset, file.seek(0, os.SEEK_END)))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(min(offset, size))
             left = length or -1
             try:
                 while left and (chunk := file.read(min(CHUNK_BYTES, left) if left > 0 else CHUNK_BYTES)):
@@ -211,10 +220,13 @@ class BlobStore:
                 is_damaged = True
         if is_damaged or (digest is not None and digest.hexdigest() != sha256):
             _remove(self._path(sha256))
-            self._verified, self._is_suspect = set(), True  # what has damaged this file may have damaged others
+            if sha256 not in self._suspects:  # what has damaged this file may have damaged others
+                self._verified, self._suspects = {}, {path.parent.name + path.name for path, _, _ in self._entries()}
+            self._suspects.discard(sha256)
             raise NotFound(_gone(sha256))
         if digest is not None:
-            self._verified.add(sha256)
+            self._verified[sha256] = size
+            self._suspects.discard(sha256)
 
     def _open(self, sha256: str) -> IO[bytes]:
         path = self._path(sha256)

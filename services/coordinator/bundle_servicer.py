@@ -23,12 +23,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
     def __init__(self, store: BlobStore):
         self._store = store
+        self._verifying = asyncio.Lock()
 
     @with_status
     async def Missing(self, request: bundle_pb2.MissingRequest, context: Context) -> bundle_pb2.MissingResponse:
         if len(request.blobs) > MAX_FILES + 1:
             raise InvalidInput(f"the request lists {len(request.blobs)} files, but a bundle has at most {MAX_FILES}")
-        return await asyncio.to_thread(self._missing, request)
+        async with self._verifying:  # waits until the client's deadline at most
+            response: bundle_pb2.MissingResponse = await _shielded(self._missing, request)
+        return response
 
     def _missing(self, request: bundle_pb2.MissingRequest) -> bundle_pb2.MissingResponse:
         missing = self._store.missing({blob.sha256: blob.size for blob in request.blobs})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,13 +96,73 @@ def test_large_files_are_read_only_after_damage_was_found(tmp_path: Path, monkey
     paths = [tmp_path / digest[:2] / digest[2:] for digest in sizes]
     for content in contents:
         put(BlobStore(tmp_path), content)
-    for path in paths[1:]:
-        path.write_bytes(b"damaged")
+    for path, content in zip(paths[1:], contents[1:], strict=True):
+        path.write_bytes(b"?" * len(content))
     store = BlobStore(tmp_path)
     assert store.missing(sizes) == {}
     with pytest.raises(NotFound):
         list(store.read(sha(contents[1])))
+    assert store.missing({sha(contents[0]): 4}) == {}  # a request of another run
     assert list(store.missing(sizes)) == [sha(content) for content in contents[1:]]
+    for content in contents:
+        put(store, content)
+    assert store.missing(sizes) == {}  # all are verified now
+    for content in contents[1:]:
+        store._verified.pop(sha(content))
+    paths[2].write_bytes(b"?" * 9)
+    assert store.missing(sizes) == {}
+
+
+def test_a_wrong_size_removes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlobStore(tmp_path)
+    digest = put(store, b"0123456789")
+    for each in (store, BlobStore(tmp_path)):
+        for size in (0, 9, 1 << 40):
+            with pytest.raises(InvalidInput, match="has 10 bytes"):
+                each.missing({digest: size})
+    assert b"".join(store.read(digest)) == b"0123456789"
+    monkeypatch.setattr(store, "read", None)
+    with pytest.raises(InvalidInput, match="has 10 bytes"):
+        store.missing({digest: 9})  # without another reading
+
+
+def test_damage_makes_every_file_be_read_once_again(tmp_path: Path) -> None:
+    class CountingStore(BlobStore):
+        def __init__(self, folder: Path):
+            super().__init__(folder)
+            self.reads = 0
+
+        def read(self, sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
+            self.reads += 1
+            return super().read(sha256, offset, length)
+
+    contents = [b"%d" % number * 9 for number in range(8)]
+    sizes = {sha(content): len(content) for content in contents}
+    for content in contents:
+        put(BlobStore(tmp_path), content)
+    for content in contents[2:7:2]:
+        (tmp_path / sha(content)[:2] / sha(content)[2:]).write_bytes(b"?" * 9)
+    store = CountingStore(tmp_path)
+    assert list(store.missing(sizes)) == [sha(content) for content in contents[2:7:2]]
+    assert store.reads == 8
+    for _ in range(2):
+        store.missing(sizes)
+        assert store.reads == 8 + 2  # the two that were verified before the damage was found
+
+
+def test_a_partial_file_that_is_none_or_vanishes_has_received_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, digest, other = BlobStore(tmp_path / "blobs"), sha(b"abc"), tmp_path / "other"
+    other.write_text("x")
+    partial = tmp_path / "blobs" / "partial" / digest
+    partial.parent.mkdir(parents=True)
+    partial.symlink_to(other)
+    assert store.received(digest) == 0
+    put(store, b"abc")
+    assert other.read_text() == "x"
+    monkeypatch.setattr(Path, "is_file", lambda path: True)  # it was there a moment ago
+    assert store.received(digest) == 0
 
 
 def test_with_a_key_a_damaged_beginning_is_sent_again(tmp_path: Path, given_key: StorageKey) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,32 @@ async def test_a_fetch_goes_on_where_it_broke(tmp_path: Path) -> None:
         await call(send, bundle)
         assert await call(fetched, bundle.manifest.files[0].sha256) == bytes(3 << 20)
     assert breaks == []
+
+
+async def test_one_request_at_a_time_verifies_files_even_after_its_client_has_left(tmp_path: Path) -> None:
+    begun, release, running = threading.Event(), threading.Event(), [0, 0]
+
+    class SlowStore(BlobStore):
+        def missing(self, sizes: Mapping[str, int]) -> dict[str, int]:
+            running[0] += 1
+            running[1] = max(running)
+            begun.set()
+            assert release.wait(60)
+            running[0] -= 1
+            return {}
+
+    servicer = BundleServicer(SlowStore(tmp_path))
+    context: Any = None
+    calls = [asyncio.ensure_future(servicer.Missing(bundle_pb2.MissingRequest(), context)) for _ in range(3)]
+    assert await asyncio.to_thread(begun.wait, 20)
+    calls[0].cancel()
+    calls[1].cancel()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert [call.done() for call in calls] == [False, True, False]
+    release.set()
+    await asyncio.wait(calls)
+    assert running == [0, 1]
 
 
 async def test_what_the_coordinator_refuses_is_said(tmp_path: Path) -> None:
