@@ -119,9 +119,10 @@ class Preemption:
             return
         if not self._exchange.yields_to:
             self._began_s, self._ordered = now_s, (-1, -1)
+        if self._exchange.yields_to != first["run_id"]:
             await self._yield(run, first)
         if self._is_ready(run, now_s):
-            await self._states.preempt(run.run_id, first["run_id"], first["priority"])
+            await self._states.preempt(run.run_id, self._reason(run, first))
 
     def _is_held(self, run: ActiveRun) -> bool:
         """Return whether a run is paused until a person resumes it."""
@@ -141,14 +142,17 @@ class Preemption:
 
     async def _yield(self, run: ActiveRun, first: sqlite3.Row) -> None:
         self._exchange.yields_to = first["run_id"]
-        text = (
-            f"run {first['run_id']} goes first, because this run is paused: this run writes a checkpoint, and `paceline "
-            "resume` queues this run again"
+        then = (
+            "this run writes a checkpoint, and `paceline resume` queues this run again"
             if self._is_held(run)
-            else f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
-            f"{self._ledger.priority(run.run_id)}, writes a checkpoint and continues later"
+            else f"this run, of priority {self._ledger.priority(run.run_id)}, writes a checkpoint and continues later"
         )
-        await self._context.watchers.warn([text])
+        await self._context.watchers.warn([f"{self._reason(run, first)}: {then}"])
+
+    def _reason(self, run: ActiveRun, first: sqlite3.Row) -> str:
+        if self._is_held(run):
+            return f"run {first['run_id']} goes first, because run {run.run_id} is paused"
+        return f"run {first['run_id']} of priority {first['priority']} goes first"
 
     def _is_ready(self, run: ActiveRun, now_s: float) -> bool:
         """Return whether the workers can leave the run; order its checkpoint after the learner has trained its batch."""

@@ -53,11 +53,12 @@ class Delays:
     retried: str = ""
     """Id of the run that is paused and retried automatically."""
     passed_over: set[str] = field(default_factory=set)
-    """Ids of the runs that let other runs go first: this version cannot read their specs, or a person must resume them."""
+    """Ids of the runs that let other runs go first: they could not be started, or a person must resume them."""
     start_again_s: float = 0.0
-    """Monotonic time of the next attempt to start the run that is due."""
+    """Monotonic time of the next attempt to start a run that could not be started."""
     waits_for: str = ""
-    """Reason why workers must connect later: the run that they may be working on has not been opened yet."""
+    """Reason why workers must connect later: the run that they may be working on has not been opened yet. Begins with
+    `run ID `."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,9 @@ class RunStates:
         log.info("run %s continues", run_id)
         await self._context.watchers.notify("lease", "batch")
 
-    async def preempt(self, run_id: str, other: str, priority: int) -> None:
-        """Give the workers to the run `other`, of priority `priority`, and queue the active run again; a run that a person
+    async def preempt(self, run_id: str, message: str) -> None:
+        """Give the workers to another run, for the reason `message`, and queue the active run again; a run that a person
         must resume stays paused. The open groups of the active run stay open."""
-        message = f"run {other} of priority {priority} goes first"
         async with self._context.lock:
             run, row = self._exchange.active, self._ledger.run(run_id)
             if run is None or run.run_id != run_id or row["state"] not in ACTIVE_STATES:
@@ -165,6 +165,6 @@ class RunStates:
             self._context.server.wake("lease", "task", "batch")
         if self._delays.retried == run_id:
             self._delays.retried, self._delays.start_again_s = "", 0.0
-        if not active and before in ACTIVE_STATES:
+        if self._delays.waits_for.startswith(f"run {run_id} "):
             self._delays.waits_for = ""
         await self._context.watchers.notify()

@@ -128,6 +128,19 @@ async def test_a_run_goes_on_when_the_urgent_one_is_cancelled(running: tuple[Pla
     assert states(plane.ledger)[run_id] == "running"
 
 
+async def test_the_run_that_goes_first_is_named_when_it_changes(running: tuple[Plane, str]) -> None:
+    plane, run_id = running
+    trainer, exchange = await training(plane, run_id), plane.coordinator.exchange
+    urgent, other = (await plane.submit(priority=2)).run_id, (await plane.submit(priority=1)).run_id
+    await trainer.hear("checkpoint")
+    assert exchange.yields_to == urgent
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
+    await plane.coordinator.preemption.check()
+    assert exchange.yields_to == other
+    newest = plane.ledger.events(run_id, 0)[-1]
+    assert f"run {other} of priority 1 goes first" in newest["json"]
+
+
 async def test_an_equal_priority_waits(running: tuple[Plane, str]) -> None:
     plane, run_id = running
     other = (await plane.submit(priority=0)).run_id
@@ -159,6 +172,7 @@ async def test_a_paused_run_makes_room_for_an_equal_priority_also_with_a_batch_i
     other = (await plane.submit(priority=-1)).run_id
     assert (await trainer.hear("checkpoint")).run_id == run_id
     trainer.say(checkpoint=checkpoint_of(plane, run_id, 0))
+    assert (await trainer.hear("idle")).reason == f"run {other} goes first, because run {run_id} is paused"
     assert (await trainer.hear("run")).run_id == other
     assert states(plane.ledger) == {run_id: "paused", other: "running"}
     (warning,) = plane.ledger.rows("SELECT json FROM events WHERE run_id = ? AND kind = 'warning'", (run_id,))
