@@ -32,6 +32,8 @@ from paceline.wire import PROTOCOL
 MAX_GROUP_ID = 2**63 - 1
 """Largest group id: SQLite's largest integer."""
 
+MAX_SESSIONS = 256
+"""Largest number of sessions that are remembered because workers have reported them."""
 UNOPENED_PERIOD_S = 60.0
 """Seconds between two warnings about segments that cannot be opened."""
 
@@ -111,6 +113,8 @@ class RunState:
     offered: dict[str, Version] = field(default_factory=dict)
     """The newest version that was offered to each rollout worker. The key is the member id. A worker may sample from a
     version before it acknowledges that version."""
+    session_numbers: set[int] = field(default_factory=set)
+    """The newest sessions that workers have reported or were offered; a restored ledger lacks those after its backup."""
     overdue: set[str] = field(default_factory=set)
     """Ids of workers that held leases or tasks for too long; they get no more until they have submitted a result."""
     reserved: dict[int, str] = field(default_factory=dict)
@@ -125,7 +129,7 @@ class RunState:
     end_step: int = 0
     """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before that."""
     yields_to: str = ""
-    """Id of a waiting run of higher priority. While it is set, nothing new is leased, and no batch is fixed."""
+    """Id of the waiting run that goes first. While it is set, nothing new is leased, and no batch is fixed."""
     unreadable_data: str = ""
     """Reason why the next prompt cannot be read; empty while it can."""
     failure_counts: FailureCounts = field(default_factory=FailureCounts)
@@ -190,17 +194,17 @@ class Exchange(RunState):
 
     # Versions
 
+    def note_session(self, session: int) -> None:
+        self.session_numbers = set(sorted({*self.session_numbers, session})[-MAX_SESSIONS:])
+
     def offer(self, member_id: str, version: Version) -> None:
+        self.note_session(version.session)
         self.offered[member_id] = max(version, self.offered.get(member_id, version))
 
     def newest_of(self, member_id: str) -> Version | None:
         """Return the newest version that a worker's tokens can have; None if there is none."""
         versions = (self.versions.get(member_id), self.offered.get(member_id))
         return max((version for version in versions if version is not None), default=None)
-
-    def is_held(self, session: int) -> bool:
-        """Return whether a worker has, or was offered, a version of a session."""
-        return any(version.session == session for held in (self.versions, self.offered) for version in held.values())
 
     # Shared by the handlers
 

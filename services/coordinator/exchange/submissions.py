@@ -239,7 +239,7 @@ def _fault_of_sessions(exchange: Exchange, run: ActiveRun, versions: Iterable[tu
     restored ledger lacks."""
     begun = exchange.ledger.sessions(run.run_id)
     for session, step in versions:
-        if session < 1 or (begun and session not in begun and not exchange.is_held(session)):
+        if session < 1 or (begun and session not in begun and session not in exchange.session_numbers):
             return (
                 f"spans has session {session}, which the run never had; its newest session is {max(begun, default=0)}"
             )

@@ -170,6 +170,7 @@ class Pool:
     def _take_version(self, member: Member, reported: common_pb2.PolicyVersion) -> None:
         """Note the version that a worker held before it joined; a version that the run has not published is ignored."""
         version = Version(reported.session, reported.step)
+        self._exchange.note_session(version.session)
         if self.assignments.is_published(version):
             member.version = self._exchange.versions[member.member_id] = version
         else:

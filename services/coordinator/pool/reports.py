@@ -160,6 +160,7 @@ class Reports:
         if run is not None and ack.ok:
             member.version = _version(ack.version)
             self._exchange.versions[member.member_id] = member.version
+            self._exchange.note_session(member.version.session)
             self._run_log.note_pause(ack)
             member.paused_s += seconds(ack.pause_s)
             if slow := self._assignments.roster.plans.note(member, ack.host_transfer):

@@ -141,6 +141,7 @@ class World:
     def acknowledge(self, member_id: str, version: Version) -> None:
         """A rollout worker samples from a version."""
         self._versions[member_id] = self.exchange.versions[member_id] = version
+        self.exchange.note_session(version.session)
 
     def _secret(self, request: pb.ExchangeRequest) -> bytes:
         """Its sender's. A worker that was taken for gone comes back before it hands anything in."""

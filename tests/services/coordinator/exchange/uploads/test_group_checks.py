@@ -191,6 +191,21 @@ def test_a_version_that_no_session_published_is_refused(world: World, session: i
     assert (reply.status == INVALID) == bool(message)
 
 
+def test_tokens_of_a_session_that_a_restored_ledger_lacks_count_after_every_worker_has_later_weights(
+    world: World,
+) -> None:
+    with world.ledger.transaction():
+        for begun, first in ((1, 0), (2, 3), (4, 5)):
+            world.ledger.add_event(world.run_id, "session", {"session": begun, "publish_from_step": first})
+        world.ledger.update_run(world.run_id, session=4, published_step=7)
+    rollout = Rollout(world, step=6, session=3)
+    lease = rollout.lease(1)[0]
+    rollout.hold(7, session=4)
+    request, frames = group_result(lease.group_id, lease.attempt, [spans((3, 6), (4, 7)), spans((4, 7), (4, 7))])
+    request.member_id = rollout.member_id
+    assert world.send(request, frames).reply.status == COMMITTED
+
+
 BEGUN = replace(make_completion(Version(1, 1), 3, 7), finish_reason="abort")
 DONE = make_completion(Version(1, 1), 2, 8)
 
