@@ -61,11 +61,12 @@ class Commands:
         """Pause a run until a person resumes it. Raises NotFound, Conflict."""
         async with self._context.lock:
             row = self._ledger.run(run_id)
-            if row["state"] != "running" and self._delays.retried != run_id:
+            if row["state"] != "running" and not (row["state"] == "paused" and self._ledger.is_retried(run_id)):
                 raise Conflict(f"run {run_id} is {row['state']}, not running")
             with self._ledger.transaction():
                 set_state(self._ledger, run_id, "paused")
-            self._delays.retried = ""
+            if self._delays.retried == run_id:
+                self._delays.retried = ""
         await self._context.watchers.notify("lease", "batch")
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
@@ -186,7 +187,7 @@ class Resumption:
         if not has_other_data and not self._ledger.drop_reason_of_pause(run_id):
             return None
         bundle = bundle or self._ledger.bundle(run_id)
-        data = await self._openings.open(run_id + bundle, partial(self._bundles.open_data, run.spec, bundle))
+        data = await self._openings.open((run_id, bundle), partial(self._bundles.open_data, run.spec, bundle))
         return replace(run, prompts=data.prompts, validation=data.validation)
 
     def take(self, run_id: str, run: ActiveRun | None, bundle: str = "", changes: Sequence[str] = ()) -> dict[str, str]:

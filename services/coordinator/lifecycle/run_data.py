@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,23 +72,20 @@ def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | No
 
 MAX_OPENINGS = 16
 OPENING_S = 1800.0
-"""Longest time in which the data sets of a run have to open; a store's large files are copied in it."""
+"""Longest time for which a caller waits until the data sets of a run are open; a store's large files are copied in it."""
 T = TypeVar("T")
 
 
-async def on_own_thread(work: Callable[[], T], limit_s: float = OPENING_S) -> T:
-    """Return the result of `work`, which may wait for a server that never answers. Its thread is none of the loop's
-    pool, so other work goes on, and does not delay the end of the process. Raises its errors, and Unreadable after
-    `limit_s` seconds; its thread then continues."""
+class StillOpening(Unreadable):
+    """The data sets of a run do not open in time; their thread continues."""
+
+
+def on_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `work`, which may wait for a server that never answers. Its thread is none of the loop's pool, so other work
+    goes on, and does not delay the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
-    done.add_done_callback(
-        lambda future: future.cancelled() or future.exception()
-    )  # a cancelled caller fetches nothing
-
-    def finish(put: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():  # cancelled
-            put(outcome)
+    done.add_done_callback(lambda future: future.exception())  # perhaps nobody fetches it
 
     def run() -> None:
         try:
@@ -96,45 +93,47 @@ async def on_own_thread(work: Callable[[], T], limit_s: float = OPENING_S) -> T:
         except BaseException as error:
             outcome = done.set_exception, error
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(finish, *outcome)
+            loop.call_soon_threadsafe(outcome[0], outcome[1])
 
     threading.Thread(target=run, name="data", daemon=True).start()
-    await asyncio.wait((done,), timeout=limit_s)
-    if not done.done():
-        raise Unreadable(
-            f"the data sets were not open after {limit_s:g} s; check that the servers of their URLs answer"
-        )
-    return done.result()
+    return done
 
 
 class Openings:
-    """Openings of data sets by submission: those in progress, and those whose outcome no client has fetched."""
+    """Openings of data sets by name: those in progress, and those whose outcome nobody has fetched. An opening has its
+    place until its thread ends, so the number of threads is bounded."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._threads: dict[Hashable, asyncio.Future[Any]] = {}
 
-    async def open(self, submission: str, work: Callable[[], T]) -> T:
-        """Run `work` on a thread, or join the opening that an earlier call of this submission began; return the result.
-        Raises the error of `work`, and Busy if too many openings are in progress."""
-        task = self._tasks.get(submission)
-        if task is None:
+    async def open(self, name: Hashable, work: Callable[[], T], limit_s: float = OPENING_S) -> T:
+        """Run `work` on a thread, or join the opening that an earlier call of this name began; return the result.
+        Raises the error of `work`; Busy if too many openings are in progress; StillOpening after `limit_s` seconds: a
+        later call joins the opening."""
+        thread = self._threads.get(name)
+        if thread is None:
             self._make_room()
-            task = asyncio.create_task(on_own_thread(work))
-            self._tasks[submission] = task
-        await asyncio.wait((task,))  # the task continues if this caller is cancelled
-        if self._tasks.get(submission) is task:
-            del self._tasks[submission]
-        result: T = task.result()
+            thread = self._threads[name] = on_own_thread(work)
+        await asyncio.wait((thread,), timeout=limit_s)  # the thread continues if this caller is cancelled
+        if not thread.done():
+            raise StillOpening("the data sets are still being opened; check that the servers of their URLs answer")
+        if self._threads.get(name) is thread:
+            del self._threads[name]
+        result: T = thread.result()
         return result
+
+    def drop(self, is_needed: Callable[[Any], bool]) -> None:
+        """Drop the outcomes that nobody needs, with their descriptors."""
+        self._threads = {name: each for name, each in self._threads.items() if not each.done() or is_needed(name)}
 
     def _make_room(self) -> None:
         """Delete the oldest outcome that no client has fetched, if there are `MAX_OPENINGS`. Raises Busy."""
-        if len(self._tasks) < MAX_OPENINGS:
+        if len(self._threads) < MAX_OPENINGS:
             return
-        done = next((name for name, task in self._tasks.items() if task.done()), None)
+        done = next((name for name, thread in self._threads.items() if thread.done()), None)
         if done is None:
-            raise Busy(f"the data sets of {len(self._tasks)} runs are being opened; submit again later")
-        self._tasks.pop(done).exception()  # marks the exception as retrieved
+            raise Busy(f"the data sets of {len(self._threads)} runs are being opened; submit again later")
+        del self._threads[done]
 
 
 TIDY_UP_S = 600.0

@@ -1,7 +1,7 @@
 """The start of a run: the active run after a restart, else the queued run that is due. A run that cannot be started now
-is retried with back-off. A run whose spec this version cannot read lets other runs go first. A run fails here only
-by a fault of its data, and only before its first step. After a restart nothing prevents a run from continuing: a
-summary that a kill prevented is written if its rows can be read."""
+lets other runs go first and is retried with back-off; while another run is active, it is queued again when its data
+sets can be opened. After a restart, the run whose leases workers hold keeps its place, and a summary that a kill
+prevented is written if its rows can be read. A run fails here only by a fault of its data, before its first step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import logging
 import math
 import sqlite3
 import time
+from collections import Counter
 from functools import partial
 
 from paceline.calls.backoff import ExponentialBackoff
@@ -20,7 +21,14 @@ from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.commands import started_facts
-from paceline.services.coordinator.lifecycle.run_data import RunBundles, RunData, changed_data_warnings, on_own_thread
+from paceline.services.coordinator.lifecycle.run_data import (
+    OPENING_S,
+    Openings,
+    RunBundles,
+    RunData,
+    StillOpening,
+    changed_data_warnings,
+)
 from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import RETRIED, Faults
 from paceline.services.coordinator.pool.pool import Pool
@@ -29,19 +37,23 @@ from paceline.spec.reading import spec_of_run, spec_to_yaml
 
 
 async def recover(context: RunContext) -> None:
-    """Write missing summaries, and read from the ledger whether a paused run is retried automatically, or lets other
-    runs go first."""
+    """Write missing summaries, and read from the ledger which run has the workers, which paused run is retried
+    automatically, and which ones let other runs go first. Workers must connect after the run has been opened."""
     for row in context.ledger.runs():
         if row["state"] not in ("queued", *ACTIVE_STATES):
             _summarize(context, row["run_id"])
-    active = context.ledger.active_run()
+    active, delays = context.ledger.active_run(), context.delays
     if active is None:
         return
-    if active["state"] == "paused" and context.ledger.is_retried(active["run_id"]):
-        context.delays.retried = active["run_id"]
-    elif active["state"] == "running" or context.ledger.queue():
-        paused = (row["run_id"] for row in context.ledger.runs() if row["state"] == "paused")
-        context.delays.passed_over.update(paused)
+    paused = [row for row in context.ledger.runs() if row["state"] == "paused"]
+    retried = [row for row in paused if context.ledger.is_retried(row["run_id"])]
+    if active["state"] == "paused" and retried:
+        active = retried[0]
+        delays.retried = active["run_id"]
+    if active["state"] == "running" or retried or context.ledger.queue():
+        delays.passed_over.update(row["run_id"] for row in paused if row["run_id"] != delays.retried)
+    if active["session"] and active["run_id"] not in delays.passed_over:
+        delays.waits_for = f"run {active['run_id']} opens its data sets"
 
 
 async def warn_of_backup(context: RunContext) -> None:
@@ -67,6 +79,8 @@ def _summarize(context: RunContext, run_id: str) -> None:
 log = logging.getLogger(__name__)
 WAIT_S = 1.0
 """Seconds in which most data sets open; the coordinator's other duties wait no longer."""
+PATIENCE_S = 10.0
+"""Seconds after which a run whose data sets are still being opened lets other runs go first."""
 
 
 class RunStarter:
@@ -83,32 +97,34 @@ class RunStarter:
         self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
         self._prompts, self._bundles = prompts, bundles
         self._backoff = ExponentialBackoff()
-        self._opening: tuple[tuple[str, str], asyncio.Task[RunData]] | None = None
-        """Run and bundle whose data sets are being opened, and the opening."""
+        self._openings = Openings()
+        self._opening, self._began_s = "", 0.0
+        """Run that waits for its data sets, and the monotonic time since which it waits."""
+        self._attempts: Counter[str] = Counter()
+        """Number of failed attempts to start each run, so that runs that are retried take turns."""
 
     async def start_next(self) -> None:
-        """Start the run that is due, if none is active and the back-off after the last attempt is over. If its data
-        sets take long to open, a later call starts it."""
-        if self._exchange.active is not None or time.monotonic() < self._delays.start_again_s:
-            return
-        row = self._ledger.due_run(self._delays.passed_over) or self._ledger.due_run()
+        """Start the run that is due, if none is active; else queue a run again that let others go first and can be opened
+        now. If its data sets take long to open, a later call starts it."""
+        self._openings.drop(lambda name: self._ledger.run(name[0])["state"] in ("queued", *ACTIVE_STATES))
+        row = self._due()
         if row is None:
             return
         run_id = row["run_id"]
         try:
             spec, warnings = await asyncio.to_thread(spec_of_run, run_id, row["spec_yaml"])
-        except SpecError as error:
-            await self._pass_over(row, error)
-            return
-        try:
             data = await self._opened(run_id, spec)
             if data is None:
+                return
+            if self._exchange.active is not None:
+                await self._queue_again(run_id)
                 return
             directory = self._ledger.run_directory(run_id)
             self._context.run_log.open(run_id, directory, tensorboard=spec.logger.tensorboard)
         except (PacelineError, OSError) as error:
             await self._postpone(row, error)
             return
+        self._attempts.pop(run_id, None)
         self._backoff.reset()
         worker_yaml = spec_to_yaml(spec) if warnings else row["spec_yaml"]
         warnings += changed_data_warnings(self._ledger.data_fingerprint(run_id), spec, data.prompts)
@@ -116,20 +132,52 @@ class RunStarter:
         if await self._activate(run, warnings):
             await self._announce(run)
 
+    def _due(self) -> sqlite3.Row | None:
+        """Return the run to start; while a run is active, one that let others go first and is retried now."""
+        is_active = self._exchange.active is not None
+        row = None if is_active else self._ledger.due_run(self._delays.passed_over)
+        if row is not None and not self._delays.waits_for:
+            return row
+        if time.monotonic() < self._delays.start_again_s:
+            return None
+        if row is None:
+            rows = (self._ledger.run(run_id) for run_id in sorted(self._delays.passed_over))
+            retried = [row for row in rows if row["state"] == "paused" and self._ledger.is_retried(row["run_id"])]
+            row = min(retried, key=lambda row: (self._attempts[row["run_id"]], row["sequence"]), default=None)
+        return row if row is not None or is_active else self._ledger.due_run()
+
+    def _others_go_first(self, run_id: str) -> bool:
+        """Return whether another run has the workers, or can be started instead of this one."""
+        passed_over = {*self._delays.passed_over, run_id}
+        return self._exchange.active is not None or self._ledger.due_run(passed_over) is not None
+
     async def _opened(self, run_id: str, spec: RunSpec) -> RunData | None:
         """Return the data sets of a run; None while they are being opened, so that the other duties go on. Raises
-        DataError, Unreadable."""
-        key = run_id, self._ledger.bundle(run_id)
-        if self._opening is None or self._opening[0] != key:
-            opening = asyncio.create_task(on_own_thread(partial(self._bundles.open_data, spec, key[1])))
-            opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may fetch it
-            self._opening = key, opening
-        opening = self._opening[1]
-        await asyncio.wait((opening,), timeout=WAIT_S)
-        if not opening.done():
-            return None
-        self._opening = None
-        return opening.result()
+        DataError, Busy; Unreadable, also if they take long and other runs can go first."""
+        if self._opening != run_id:
+            self._opening, self._began_s = run_id, time.monotonic()
+        bundle = self._ledger.bundle(run_id)
+        limit_s = 0.0 if self._exchange.active is not None else WAIT_S
+        work = partial(self._bundles.open_data, spec, bundle)
+        try:
+            data = await self._openings.open((run_id, bundle), work, limit_s)
+        except StillOpening:
+            others = not self._delays.waits_for and self._others_go_first(run_id)
+            if time.monotonic() - self._began_s < (PATIENCE_S if others else OPENING_S):
+                return None
+            self._opening = ""
+            raise
+        self._opening = ""
+        return data
+
+    async def _queue_again(self, run_id: str) -> None:
+        """Queue a run that let others go first, because it can be started now."""
+        async with self._context.lock:
+            if self._ledger.run(run_id)["state"] == "paused" and self._ledger.is_retried(run_id):
+                with self._ledger.transaction():
+                    set_state(self._ledger, run_id, "queued")
+                self._delays.passed_over.discard(run_id)
+        await self._context.watchers.notify()
 
     async def _activate(self, run: ActiveRun, warnings: list[str]) -> bool:
         """Make a run the active run; return False if it was cancelled while its data were opened."""
@@ -166,36 +214,38 @@ class RunStarter:
         await self._pool.assignments.assign_all()
         await self._context.watchers.notify()
 
-    async def _pass_over(self, row: sqlite3.Row, error: SpecError) -> None:
-        """Pause the run that is due because this version cannot read its spec; the next run goes first. The run keeps
-        its open groups. If it is the only run, it is postponed instead, and its workers keep their leases."""
-        run_id = row["run_id"]
-        if self._ledger.due_run({*self._delays.passed_over, run_id}) is None:
-            await self._postpone(row, error)
-            return
-        message = f"{error}. Other runs go first"
-        async with self._context.lock:
-            row = self._ledger.run(run_id)
-            if row["state"] not in ("queued", *ACTIVE_STATES):
-                return
-            by_a_person = row["state"] == "paused" and not self._ledger.is_retried(run_id)
-            with self._ledger.transaction():
-                self._exchange.stop_work(run_id)
-                set_state(self._ledger, run_id, "paused", message, retried=not by_a_person)
-            self._delays.passed_over.add(run_id)
-            if self._delays.retried == run_id:
-                self._delays.retried = ""
-        log.warning("run %s is paused, and other runs go first: %s", run_id, message)
-        await self._context.watchers.notify()
-
     async def _postpone(self, row: sqlite3.Row, error: Exception) -> None:
-        """Postpone the start of the run that is due, or fail the run if only another spec would help."""
+        """Pause the run until a retry, unless a person has paused it, and let other runs go first; it keeps its open
+        groups. Fail it if only another spec would help. A run whose leases workers hold keeps its place if this
+        version can read its spec, or if it is the only run."""
         run_id = row["run_id"]
         if isinstance(error, DataError) and row["next_step"] == 0 and row["session"] == 0:
             await self._states.fail(run_id, str(error))
             return
+        self._attempts[run_id] += 1
+        others = self._others_go_first(run_id)
         self._delays.start_again_s = time.monotonic() + self._backoff.next_s()
-        if row["session"]:
+        keeps_leases = not isinstance(error, SpecError) and (row["state"] == "running" or self._ledger.holders())
+        if self._delays.waits_for and (keeps_leases or not others):
             # Workers that connect now would learn that their run is not active, and would drop their groups.
             self._delays.waits_for = f"run {run_id} cannot be started yet: {error}"
-        await self._states.pause_on_fault(run_id, f"{error}. {RETRIED}", retried=True)
+            await self._states.pause_on_fault(run_id, f"{error}. {RETRIED}", retried=True)
+            return
+        self._delays.waits_for = ""
+        message = str(error) if others and isinstance(error, SpecError) else f"{error}. {RETRIED}"
+        message += ". Other runs go first" * others
+        async with self._context.lock:
+            row = self._ledger.run(run_id)
+            if row["state"] not in ("queued", *ACTIVE_STATES):
+                return
+            self._delays.passed_over.add(run_id)
+            if self._delays.retried == run_id:
+                self._delays.retried = ""
+            by_a_person = row["state"] == "paused" and not self._ledger.is_retried(run_id)
+            if by_a_person or (row["state"], row["message"]) == ("paused", message):
+                return
+            with self._ledger.transaction():
+                self._exchange.stop_work(run_id)
+                set_state(self._ledger, run_id, "paused", message, retried=True)
+        log.warning("run %s is paused: %s", run_id, message)
+        await self._context.watchers.notify()

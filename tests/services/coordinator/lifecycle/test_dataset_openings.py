@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 import pytest
 
 from paceline.errors import Busy, DataError, Unreadable
-from paceline.services.coordinator.lifecycle.run_data import MAX_OPENINGS, Openings, on_own_thread
+from paceline.services.coordinator.lifecycle.run_data import MAX_OPENINGS, Openings
 
 PATIENCE_S = 60.0
 
@@ -66,15 +66,43 @@ async def test_openings_that_never_end_leave_the_threads_of_others_alone() -> No
         await asyncio.wait(waiting)
 
 
-async def test_an_opening_that_takes_too_long_is_unreadable() -> None:
-    go = threading.Event()
+async def test_an_opening_that_takes_too_long_is_unreadable_and_joined_by_the_next_call() -> None:
+    openings, go = Openings(), threading.Event()
     try:
-        with pytest.raises(Unreadable, match="were not open after"):
-            await on_own_thread(go.wait, limit_s=0.01)
+        with pytest.raises(Unreadable, match="still being opened"):
+            await openings.open("one", go.wait, limit_s=0.01)
     finally:
         go.set()
+    assert await openings.open("one", lambda: "anew") is True, "the first thread's outcome"
     with pytest.raises(TimeoutError, match="the store's own"):
-        await on_own_thread(raise_timeout)
+        await openings.open("one", raise_timeout)
+
+
+async def test_a_thread_that_never_ends_keeps_its_place_after_its_caller_gave_up() -> None:
+    openings, go = Openings(), threading.Event()
+    try:
+        for number in range(MAX_OPENINGS):
+            with pytest.raises(Unreadable):
+                await openings.open(number, go.wait, limit_s=0.0)
+        with pytest.raises(Busy):
+            await openings.open("one more", go.wait, limit_s=0.0)
+    finally:
+        go.set()
+
+
+async def test_an_outcome_that_nobody_needs_is_dropped() -> None:
+    openings, go = Openings(), threading.Event()
+    with pytest.raises(Unreadable):
+        await openings.open("cancelled", go.wait, limit_s=0.0)
+    openings.drop(lambda name: False)
+    assert list(openings._threads) == ["cancelled"], "its thread runs"
+    thread = openings._threads["cancelled"]
+    go.set()
+    await thread
+    openings.drop(lambda name: True)
+    assert list(openings._threads) == ["cancelled"]
+    openings.drop(lambda name: False)
+    assert not openings._threads
 
 
 def raise_timeout() -> None:

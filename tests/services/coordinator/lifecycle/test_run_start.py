@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from control_plane import Plane, learner, refusal, rollout
+from control_plane import DEADLINE_S, Plane, learner, refusal, rollout
 from exchange_drivers import make_spec
 from paused_runs import impatient, next_state, put_on, reward, state_of
 
@@ -138,6 +139,113 @@ async def test_workers_keep_what_they_hold_until_the_run_can_be_taken_up(tmp_pat
         assert again.ledger.run(run.run_id)["session"] == session
     finally:
         await again.stop()
+
+
+async def test_workers_keep_what_they_hold_while_the_data_sets_of_their_run_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = await Plane.started(tmp_path)
+    run = await plane.run_one()
+    session = (await put_on(learner(plane))).session
+    await plane.stop()
+    again, go = Plane(tmp_path), threading.Event()
+    opened = again.coordinator.starter._bundles.open_data
+    monkeypatch.setattr(again.coordinator.starter._bundles, "open_data", lambda *run: go.wait() and opened(*run))
+    monkeypatch.setattr(run_start, "WAIT_S", 0.01)
+    await again.start()
+    try:
+        code, details = await refusal(learner(again, session=session, run_id=run.run_id).call.read())
+        assert code is grpc.StatusCode.UNAVAILABLE, "it comes back, and is not told that its run is over"
+        assert details == f"run {run.run_id} opens its data sets"
+        go.set()
+        again.run_loops()
+        await active(again, run.run_id)
+        back = learner(again, session=session, run_id=run.run_id)
+        await back.hear("epoch")
+        assert again.ledger.run(run.run_id)["session"] == session
+        assert await state_of(again, run.run_id) == ("running", "")
+    finally:
+        go.set()
+        await again.stop()
+
+
+async def active(plane: Plane, run_id: str) -> None:
+    """Wait until a run is the active one."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (run := plane.coordinator.exchange.active) is None or run.run_id != run_id:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_run_whose_data_set_is_away_lets_others_go_first_and_comes_back(tmp_path: Path, restarts: bool) -> None:
+    away, moved = tmp_path / "away.jsonl", tmp_path / "moved.jsonl"
+    plane = impatient(Plane(tmp_path))
+    await plane.start()
+    try:
+        held = (await plane.run_one()).run_id
+        away.write_text((tmp_path / "train.jsonl").read_text())
+        await plane.runs.Pause(run_pb2.PauseRequest(run_id=held))
+        other = (await plane.submit(data={"train": str(away)}, priority=-1)).run_id
+        away.rename(moved)
+        await next_state(plane, other, 0, "paused")
+        if restarts:
+            await plane.stop()
+            plane = impatient(Plane(tmp_path))
+            await plane.start()
+            plane.run_loops()
+        else:
+            await plane.runs.Resume(run_pb2.ResumeRequest(run_id=held))
+            await active(plane, held)
+        state, message = await state_of(plane, other)
+        assert state == "paused"
+        assert "retried automatically" in message
+        paused = plane.ledger.last_sequence(other)
+        moved.rename(away)
+        if not restarts:
+            await next_state(plane, other, 0, "queued")
+            async with asyncio.timeout(DEADLINE_S):
+                while (await state_of(plane, other))[0] != "queued":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await plane.runs.Pause(run_pb2.PauseRequest(run_id=held))
+        await next_state(plane, other, paused, "running")
+        assert (await state_of(plane, held))[0] == "paused"
+    finally:
+        await plane.stop()
+
+
+async def test_a_data_set_that_does_not_open_lets_other_runs_go_first_and_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_start, "WAIT_S", 0.01)
+    monkeypatch.setattr(run_start, "PATIENCE_S", 0.0)
+    plane, go, names = impatient(Plane(tmp_path)), threading.Event(), []
+    await plane.start()
+    opened = plane.coordinator.starter._bundles.open_data
+
+    def open_data(spec: Any, bundle: str) -> Any:
+        names.append(spec.name)
+        return opened(spec, bundle) if spec.name == "second" or go.wait() else None
+
+    monkeypatch.setattr(plane.coordinator.starter._bundles, "open_data", open_data)
+    try:
+        first, cancelled = (await plane.submit(name="first")).run_id, (await plane.submit(name="cancelled")).run_id
+        second = (await plane.submit(name="second")).run_id
+        plane.run_loops()
+        await active(plane, second)
+        assert "still being opened" in (await state_of(plane, first))[1]
+        await plane.runs.Cancel(run_pb2.CancelRequest(run_id=cancelled))
+        paused = plane.ledger.last_sequence(first)
+        go.set()
+        await next_state(plane, first, paused, "queued")
+        async with asyncio.timeout(DEADLINE_S):
+            while plane.coordinator.starter._openings._threads:  # noqa: ASYNC110 - the cancelled run's outcome
+                await asyncio.sleep(0.01)
+        assert (names.count("first"), names.count("cancelled")) == (1, 1)
+        assert plane.coordinator.exchange.active is not None
+        assert plane.coordinator.exchange.active.run_id == second
+    finally:
+        go.set()
+        await plane.stop()
 
 
 async def test_a_person_s_pause_outlives_a_data_set_that_was_away(tmp_path: Path) -> None:
