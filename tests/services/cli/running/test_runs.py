@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from command_line import NOBODY, paceline
 
+from paceline.calls.token import VARIABLE
 from paceline.services.cli.main import main
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec.reading import parse_spec, spec_to_yaml
@@ -58,8 +59,11 @@ def test_runs_of_a_directory_are_listed(directory: Path) -> None:
     assert facts[0]["directory"] == str(directory / "sums-1")
 
 
-def test_a_paused_run_of_a_directory_is_cancelled_without_a_coordinator(directory: Path, tmp_path: Path) -> None:
+def test_a_paused_run_of_a_directory_is_cancelled_without_a_coordinator(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = tmp_path / "copy"
+    monkeypatch.setenv(VARIABLE, str(copy / "token"))
     with contextlib.closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
         copy.mkdir()
         ledger.db.execute("VACUUM INTO ?", (str(copy / "ledger.sqlite"),))
