@@ -33,7 +33,7 @@ def test_a_short_campaign_keeps_the_promise(outcome: tuple[Path, Result]) -> Non
     assert {"kill", "lie", "drop", "duplicate"} <= {kind for _, _, kind in result.met}
     assert result.on_links["exchange"]["doubled"] > 0
     (told,) = [json.loads(line) for line in (directory / "lies.jsonl").read_text().splitlines()]
-    assert (told["lie"], told["status"]) == ("no secret", "INVALID")
+    assert (told["lie"], told["status"]) == ("another's name", "INVALID")
     assert result.good
 
 

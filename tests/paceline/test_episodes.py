@@ -34,7 +34,7 @@ def test_a_turn_comes_back() -> None:
         ("row", np.array([1, 2], np.int32), "row is"),
         ("token_ids", np.zeros(0, np.int32), "at least one token, and one logprob for each"),
         ("logprobs", np.zeros(2, np.float32), "2 logprobs"),
-        ("spans", np.array([[1, 2, 0, 2]], np.int64), "end at 2"),
+        ("spans", np.array([[1, 2, 0, 2]], np.int64), "end at token 2"),
         ("spans", np.array([[1, 2, 1, 3]], np.int64), "does not follow token 0"),
         ("spans", np.array([[1, 2, 0]], np.int64), "spans of shape"),
         ("spans", np.array([[-1, 2, 0, 3]], np.int64), "spans of shape"),

@@ -138,6 +138,6 @@ async def test_the_status_names_run_advice_and_pools(plane: Plane) -> None:
     status = await stub.Status(status_pb2.StatusRequest())
     assert (status.run_id, status.state, status.step) == (run.run_id, "running", 0)
     assert status.max_num_steps == run.max_num_steps
-    assert status.advice.startswith("no rollout worker takes work: start one")
+    assert status.advice.startswith("no rollout worker takes work: start a worker")
     assert {pool.name: pool.ready for pool in status.pools} == {"rollout": 0, "reward": 0}
     worker.hang_up()

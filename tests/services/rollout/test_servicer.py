@@ -74,8 +74,8 @@ async def generate(worker: RolloutWorker, **request: Any) -> rollout_pb2.Generat
         ({"prompt": "1", "params": {"stop_token_ids": [1] * 1000}}, "stop_token_ids is 1000"),
         ({"prompt": "1", "params": {"min_new_tokens": 1 << 31}}, "min_new_tokens"),
         ({"prompt": "1", "params": {"max_new_tokens": 1 << 31}}, "max_new_tokens"),
-        ({"prompt": "1", "params": {"temperature": float("inf")}}, "temperature is inf, must be finite"),
-        ({"prompt": "1", "params": {"temperature": float("nan")}}, "temperature is nan, must be finite"),
+        ({"prompt": "1", "params": {"temperature": float("inf")}}, "temperature is inf, but must be finite"),
+        ({"prompt": "1", "params": {"temperature": float("nan")}}, "temperature is nan, but must be finite"),
         ({"prompt": "1", "params": {"top_p": float("nan")}}, "top_p is nan"),
     ],
 )

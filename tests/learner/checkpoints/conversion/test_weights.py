@@ -143,7 +143,7 @@ def test_files_that_do_not_fit_their_config_are_refused(base: Path, tmp_path: Pa
     file, config = plain_adapter / "adapter_model.safetensors", plain_adapter / "adapter_config.json"
     whole, settings = load_file(file), config.read_text()
     config.write_text(json.dumps(json.loads(settings) | {"r": 4}))
-    with pytest.raises(InvalidInput, match=r"A \(2, 48\) .* says r 4"):
+    with pytest.raises(InvalidInput, match=r"A of shape \(2, 48\) .* says r 4"):
         to_folder(str(base), tmp_path / "out", adapter=plain_adapter)
     config.write_text(settings)
     for tensors, words in (
@@ -174,5 +174,5 @@ def test_an_adapter_of_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> Non
         {f"base_model.model.lm_head.{name}.weight": part for name, part in parts.items()},
         adapter / "adapter_model.safetensors",
     )
-    with pytest.raises(InvalidInput, match=r"different tensors .*tie_word_embeddings"):
+    with pytest.raises(InvalidInput, match=r"different values .*tie_word_embeddings"):
         to_folder(str(tmp_path / "base"), tmp_path / "out", adapter=adapter)

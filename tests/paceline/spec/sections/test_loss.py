@@ -46,7 +46,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"ratio_anchor": "behaviour"}, ("truncated_importance_sampling_ratio 2.0", "twice")),
+        ({"ratio_anchor": "behaviour"}, ("truncated_importance_sampling_ratio 2.0", "a second time")),
         (
             {
                 "ratio_anchor": "behaviour",

@@ -51,7 +51,7 @@ def facts(**changes: Any) -> Facts:
     ({"environments": 0, "leases": 0, "holders": 0}, "0 environment workers hold leases, but no environment worker is connected"),
     ({"environments": 2, "leases": 0, "holders": 0}, "2 environment workers are connected, but no worker has set the run up"),
     ({"environments": 2, "ready_environments": 2, "rollouts": 0}, "no rollout worker is connected"),
-    ({"environments": 2, "ready_environments": 2}, "2 environment workers hold leases, 6 in all"),
+    ({"environments": 2, "ready_environments": 2}, "2 environment workers hold leases (6 leases)"),
     ({}, "2 rollout workers hold leases (6 leases); 1 of 8 groups are scored, and 1 wait for a score"),
 ])  # fmt: skip
 def test_the_reason_is_the_first_thing_that_is_missing(changes: dict[str, Any], words: str) -> None:
