@@ -42,7 +42,9 @@ def is_url(name: str) -> bool:
     return "://" in name
 
 
-INDIRECT = frozenset({"reference", "dir", "git", "zip", "tar", "libarchive", "generic"})
+INDIRECT = frozenset({"reference", "dir", "git", "zip", "tar", "libarchive", "generic", "dask"}).union(
+    {"async_wrapper", "asyncwrapper", "cached", "blockcache", "filecache", "simplecache"}
+)
 """Schemes of fsspec that read other files, which the URL names or which a file lists."""
 
 
@@ -54,7 +56,7 @@ def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
     try:
         # No cached listings, because other processes write here too.
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise SpecError(
             f"{what} {url!r} cannot be used: {error}; name a local folder, or install the package that fsspec needs for "
             "this scheme"

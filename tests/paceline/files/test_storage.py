@@ -60,8 +60,9 @@ def test_a_local_file_url_is_the_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [(Folder, "the storage"), (WeightStore, "weights.store")])
 def test_an_unknown_scheme_is_refused_with_the_remedy(kind: Callable[[str], object], name: str) -> None:
-    with pytest.raises(SpecError, match=rf"{name} 'nowhere://x' cannot be used: .*; name a local folder, or"):
-        kind("nowhere://x")
+    for url in ("nowhere://x", "github://x"):  # unknown, and one that needs more than a URL
+        with pytest.raises(SpecError, match=rf"{name} '{url}' cannot be used: .*; name a local folder, or"):
+            kind(url)
 
 
 def test_an_encrypted_file_is_read_decrypted_and_hashed_as_it_is_stored(tmp_path: Path, given_key: StorageKey) -> None:

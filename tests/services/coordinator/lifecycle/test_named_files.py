@@ -20,6 +20,7 @@ from paceline.calls.bundle_transfer import send
 from paceline.data.tokens import encode_prompt, load_tokenizer
 from paceline.errors import InvalidInput, SpecError, Unreadable
 from paceline.files.model_source import model_source
+from paceline.files.storage import open_url
 from paceline.reward.endpoints.settings import EndpointSettings
 from paceline.spec import PolicySection
 from paceline.spec.reading import load_spec, parse_spec, spec_to_yaml
@@ -149,6 +150,9 @@ def test_a_url_that_leads_to_another_file_system_is_refused(tmp_path: Path) -> N
     for url in (f"simplecache::file://{tmp_path}/model", f"zip://a::file://{tmp_path}/x.zip", f"git://{tmp_path}:a"):
         with pytest.raises(InvalidInput, match="leads to another file system"):
             model_source(url)
+    for scheme in ("asyncwrapper", "async_wrapper", "cached", "blockcache", "filecache", "simplecache"):
+        with pytest.raises(SpecError, match="leads to another file system"):
+            open_url(f"{scheme}://{tmp_path}", "data.train")
 
 
 def test_a_judges_key_is_no_link_to_another_file(tmp_path: Path) -> None:
