@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import InvalidInput
 from paceline.host.process import keep_no_core
+from paceline.host.regular_file import token_files
 from paceline.tls.channels import RenewedChannel, open_plain_or_tls
 from paceline.tls.folder import TlsFolder, tls_folder
 
@@ -60,6 +61,7 @@ def make_token(path: Path) -> str:
 def read_token(path: Path) -> str:
     """Return the token in a file; empty if the file is missing or unreadable."""
     keep_no_core()
+    token_files.add(os.path.abspath(path))
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -127,8 +127,8 @@ def _loaded(
 
 
 def _check_files(builder: str | None, name: str, config: str | None) -> None:
-    """Check the files of a table or a folder, and those that the card of a folder or of the hub names elsewhere. Raises
-    OSError for a withheld file, errors of `datasets`."""
+    """Check the files of a table or a folder, and those that the card of a folder or of the hub names elsewhere, before
+    `datasets` opens them by name. Raises OSError for a withheld file, errors of `datasets`."""
     import datasets
 
     check_named(name)

@@ -9,12 +9,13 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import Unreadable
 
 VARIABLE = "PACELINE_OWN_FOLDERS"
-"""Folders, separated by `:`, that belong to this user alone whatever their mode: volumes of a container."""
+"""Folders, separated by `:`, whose owner and mode are not judged, nor those of the folders above them."""
 
 
 def own_folder(folder: Path, variable: str) -> Path:
@@ -24,28 +25,34 @@ def own_folder(folder: Path, variable: str) -> Path:
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     for place in reversed(missing):
         place.mkdir(mode=0o700, exist_ok=True)
-    if why := why_not_own(folder):
-        raise Unreadable(
-            f"{folder} is not used, because {why}, and could change what this process reads there; make a folder with "
-            f"`mkdir -m 700` in one of your own, and name it in {variable}"
-        )
-    return folder
-
-
-def why_not_own(folder: Path) -> str:
-    """Return who else could change a folder or replace it, as a clause; empty if nobody could. Raises OSError."""
-    folder = Path(os.path.abspath(folder))
     real = folder.resolve(strict=True)
     if not real.is_dir():
         raise NotADirectoryError(20, "it is not a folder", str(folder))
-    trusted = {Path(name).resolve() for name in os.environ.get(VARIABLE, "").split(":") if name}
-    for start in (real, folder):
-        for place in (start, *start.parents):
-            if place.resolve() in trusted:
+    for place in _way_to(folder, real):
+        is_parent = place.resolve() != real
+        if why := _why_open(place, is_parent=is_parent):
+            trust = f"; if you trust whoever may write there, name {place} in {VARIABLE} instead" if is_parent else ""
+            raise Unreadable(
+                f"{folder} is not used, because {why}, and could change what this process reads there; make a folder "
+                f"with `mkdir -m 700` in one of your own, and name it in {variable}{trust}"
+            )
+    return folder
+
+
+def _way_to(folder: Path, real: Path) -> Iterator[Path]:
+    """Yield the folders and links through which a path leads to its folder `real`, up to those that VARIABLE names."""
+    named = [Path(name) for name in os.environ.get(VARIABLE, "").split(":") if name]
+    trusted = {*named, *(place.resolve() for place in named)}
+    ways = [real, folder]
+    for way in ways:
+        for place in (way, *way.parents):
+            if place in trusted:
                 break
-            if why := _why_open(place, is_parent=place not in (real, folder)):
-                return why
-    return ""
+            if place.is_symlink():
+                yield place  # is judged before it is followed
+                ways.append(place.parent / place.readlink())  # also with "..", which is no parent of a link's target
+            elif place.resolve() not in trusted:
+                yield place
 
 
 def _why_open(place: Path, *, is_parent: bool) -> str:

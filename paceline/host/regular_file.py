@@ -2,13 +2,15 @@
 
 `open_regular` refuses every file that is not regular at once: opening a FIFO would wait for its writer, and a device may
 never end. `open_named` is for names in a spec, a bundle or a request of somebody who may read less than this process:
-it also withholds this project's secrets, and files of the kernel. Promise: the opened file is judged, by its path
-without links, so a link that is replaced meanwhile gains nothing; links to other files may be used.
+it also withholds this project's secrets, and files of the kernel. Promise of `open_named`: the opened file is judged, by
+its path without links, so a link that is replaced meanwhile gains nothing; links to other files may be used.
+`check_named` promises less: it judges the files that are there when it is called, and a library (`datasets`,
+transformers) opens them by name later. So it stops no user who can replace files of this machine in that moment.
 
 Withheld are
 
 - the files that a coordinator keeps beside its ledger and in the folders of runs; not exports, models and data,
-- files beside a private key of TLS, and files that hold a private key or a token,
+- files beside a private key of TLS, and files that hold a private key, a named token or a secret's known digits,
 - the files and folders that this process's environment names as tokens, keys, certificates, caches and spool, the
   usual ones in the user's cache, and `CREDENTIALS`; a cache's entry may be read while this process holds it (`shown`).
 
@@ -17,6 +19,7 @@ Not in paceline/files, because that package imports specs and encryption, which 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -50,16 +53,34 @@ OF_COORDINATOR = re.compile(
 OF_RUN = re.compile(r"(metrics|extra)\.jsonl.*|summary\.json|spec\.yaml|tensorboard|token_stats|gauges|trackers|logs")
 """Names of the coordinator's files and folders in the folder of a run, beside checkpoints and exports."""
 KEYS = ("tls.key", "ca.key")
-SECRET = re.compile(rb"\s*(plt_[\w-]+|[0-9a-fA-F]{64})\s*|\s*-----BEGIN [A-Z ]*PRIVATE KEY-----.*", re.DOTALL)
-HEAD_BYTES = 256
+NAMED_TOKEN = re.compile(rb"\s*plt_[\w-]+\s*")
+PRIVATE_KEY = re.compile(
+    rb'(?:^(?:\xef\xbb\xbf)?[ \t]*|"private_key"\s*:\s*")-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----', re.MULTILINE
+)
+"""A key at the beginning of a line, or in the JSON of a service account; not in a text of a row of data."""
+HEX = re.compile(rb"\s*[0-9a-fA-F]{64}\s*")
+"""Content of a bootstrap token or a storage key, and of any file with a SHA-256."""
+HEAD_BYTES = 64 << 10
+MAX_ENTRIES = 100_000
+"""Largest number of files and folders in a folder that somebody has named, with those below it and itself."""
 CACHES = ("answers", "bundles", "data", "inductor", "models", "spool")
 """Folders in `paceline` of the user's cache."""
 KERNEL = ("/proc", "/sys")
 
 shown: Counter[str] = Counter()
 """Folders of caches whose files may be read now, by the number of their holders."""
+token_files: set[str] = set()
+"""Paths of the tokens that this process has read."""
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 """Error numbers of `open_regular` for a path that has no file, which no retry changes."""
+SKIPPED = (*NO_FILE, errno.ENXIO, errno.EACCES, errno.EPERM)  # what is no file that this process can read
+
+
+class Withheld(PermissionError):
+    """The error for a file that somebody has named and that no run may read."""
+
+    def __init__(self, why: str, path: str | Path):
+        super().__init__(errno.EACCES, why, str(path))
 
 
 def open_regular(path: str | Path, *, follows_link: bool = True) -> BinaryIO:
@@ -78,14 +99,13 @@ def open_regular(path: str | Path, *, follows_link: bool = True) -> BinaryIO:
 
 def open_named(path: str | Path) -> BinaryIO:
     """Return the file that somebody has named, opened for reading. Raises OSError as `open_regular` does, and
-    PermissionError for a withheld file."""
+    Withheld."""
     file = open_regular(path)
     try:
         opened = f"/proc/self/fd/{file.fileno()}"
         real = os.readlink(opened) if os.path.islink(opened) else os.path.realpath(path)
-        why = why_withheld(real) or _why_secret(file)
-        if why:
-            raise PermissionError(errno.EACCES, why, str(path))
+        if why := why_withheld(real) or _why_secret(file, real):
+            raise Withheld(why, path)
     except BaseException:
         file.close()
         raise
@@ -112,27 +132,36 @@ def read_named(path: str | Path) -> bytes:
 
 def check_named(path: str | Path) -> None:
     """Check a file, or a folder with all files below it, before a library opens them by name. Raises OSError as
-    `open_named` does; a path that does not exist passes."""
+    `open_named` does, and for a folder with too many files. A path that does not exist passes, and so do pipes, sockets
+    and unreadable files below a folder."""
     if not os.path.lexists(path):  # such as a name on the hub
         return
     if why := why_withheld(os.path.realpath(path)):
-        raise PermissionError(errno.EACCES, why, str(path))
-    if os.path.isdir(path):
-        for parent, folders, names in os.walk(path):
-            links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-            for name in links:
-                check_named(os.path.join(parent, name))
-            for name in names:
-                _check_file(os.path.join(parent, name))
-    else:
-        _check_file(path)
-
-
-def _check_file(path: str | Path) -> None:
-    try:
-        open_named(path).close()
-    except FileNotFoundError:  # a link without a target
+        raise Withheld(why, path)
+    if not os.path.isdir(path):
+        with contextlib.suppress(FileNotFoundError):  # a link without a target
+            open_named(path).close()
         return
+    walked: set[str] = set()
+    found: list[str] = []
+    for parent, folders, names in os.walk(path, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in walked:  # by another link
+            folders.clear()
+            continue
+        if any(_is_in(real, folder) for folder in KERNEL):
+            raise Withheld(why_withheld(real), parent)
+        walked.add(real)
+        found += (os.path.join(parent, name) for name in names)
+        if len(walked) + len(found) > MAX_ENTRIES:
+            why = f"it has more than {MAX_ENTRIES} files and folders; name the folder of the data or the model alone"
+            raise OSError(errno.E2BIG, why, str(path))
+    for file in found:
+        try:
+            open_named(file).close()
+        except OSError as error:
+            if isinstance(error, Withheld) or error.errno not in SKIPPED:
+                raise
 
 
 def why_withheld(real: str) -> str:
@@ -153,8 +182,10 @@ def why_withheld(real: str) -> str:
         if parent == os.path.dirname(parent):
             break
         parent, first, rest = os.path.dirname(parent), os.path.basename(parent), first
-    if any(_is_in(real, secret) for secret in _secrets()):
-        return "it is a token, a key, a certificate or part of a cache, which no run may name; name another file"
+    for secret, variable in _secrets().items():
+        if _is_in(real, secret):
+            why = "it is a token, a key, a certificate or part of a cache, which no run may name; name another file"
+            return why + f", or give {variable} its own folder" * variable.endswith(("_CACHE", "_SPOOL"))
     return ""
 
 
@@ -162,12 +193,14 @@ def _is_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + "/")
 
 
-def _secrets() -> tuple[str, ...]:
-    """Return the files and folders with secrets of this process and of its user, without links."""
+def _secrets() -> dict[str, str]:
+    """Map the files and folders with secrets of this process and of its user, without links, to the variables that name
+    them, if any do."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    named = [value for variable, value in os.environ.items() if value and NAMED.fullmatch(variable)]
-    return _resolved(
-        (f"{cache}/paceline", os.path.abspath("runs/token"), *map(os.path.abspath, named), *_credentials())
+    named = {variable: value for variable, value in os.environ.items() if value and NAMED.fullmatch(variable)}
+    others = (f"{cache}/paceline", os.path.abspath("runs/token"), *_credentials(), *sorted(token_files))
+    return dict.fromkeys(_resolved(others), "") | dict(
+        zip(_resolved(tuple(map(os.path.abspath, named.values()))), named, strict=True)
     )
 
 
@@ -187,10 +220,26 @@ def _credentials() -> Iterator[str]:
     yield from map(os.path.expanduser, CREDENTIALS)
 
 
-def _why_secret(file: BinaryIO) -> str:
+def _why_secret(file: BinaryIO, real: str) -> str:
     """Return why the beginning of a file shows that it is a secret; empty if it does not."""
-    is_secret = SECRET.fullmatch(os.pread(file.fileno(), HEAD_BYTES, 0))
+    head = os.pread(file.fileno(), HEAD_BYTES, 0)
+    is_secret = (
+        NAMED_TOKEN.fullmatch(head)
+        or (b" PRIVATE KEY" in head and PRIVATE_KEY.search(head))
+        or (HEX.fullmatch(head) and _is_key(head, real))
+    )
     return "it holds a private key or a token, which no run may name; name another file" if is_secret else ""
+
+
+def _is_key(digits: bytes, real: str) -> bool:
+    """Return whether a file of 64 hexadecimal digits lies beside a ledger, or has the content of a secret's file."""
+    if os.path.exists(os.path.join(os.path.dirname(real), LEDGER_NAME)):
+        return True
+    for secret in _secrets():
+        with contextlib.suppress(OSError), open_regular(secret) as file:
+            if file.read(HEAD_BYTES).strip().lower() == digits.strip().lower():
+                return True
+    return False
 
 
 QUOTED = re.compile(

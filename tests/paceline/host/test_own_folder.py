@@ -76,6 +76,40 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path, place: str) -> 
         own_folder(folder, "PACELINE_X")
 
 
+@pytest.mark.parametrize("target", ["{}/open/hop", "up/../../open/hop", "open/hop"])
+def test_every_link_on_the_way_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """Somebody who may write in a folder with an intermediate link can lead the path elsewhere."""
+    for name in ("real", "open", "deep/below"):
+        (tmp_path / name).mkdir(mode=0o700, parents=True)
+    (tmp_path / "up").symlink_to("deep/below")
+    (tmp_path / "open" / "hop").symlink_to(tmp_path / "real")
+    (tmp_path / "cache").symlink_to(target.format(tmp_path))
+    assert own_folder(tmp_path / "cache", "PACELINE_X")
+    (tmp_path / "open").chmod(0o777)
+    for folder in (tmp_path / "cache", tmp_path / "cache" / "below"):
+        with pytest.raises(Unreadable, match=f"every user may write in .*open.*name .*open in {VARIABLE} instead"):
+            own_folder(folder, "PACELINE_X")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "real"))
+    with pytest.raises(Unreadable, match="every user may write in"):
+        own_folder(tmp_path / "cache", "PACELINE_X")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    assert own_folder(tmp_path / "cache", "PACELINE_X")
+
+
+def test_the_remedy_for_a_folder_above_is_to_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a project's folder that its group may write; the folder below it is still judged."""
+    project, mine = tmp_path / "project", tmp_path / "project" / "mine"
+    project.mkdir()
+    project.chmod(0o777)
+    with pytest.raises(Unreadable, match=f"if you trust whoever may write there, name {project} in {VARIABLE} instead"):
+        own_folder(mine, "PACELINE_X")
+    monkeypatch.setenv(VARIABLE, str(project))
+    assert own_folder(mine, "PACELINE_X")
+    mine.chmod(0o777)
+    with pytest.raises(Unreadable, match=r"PACELINE_X$"):
+        own_folder(mine, "PACELINE_X")
+
+
 def cached(folder: Path) -> None:
     kind = CacheKind("bundle", 1, 1.0)
     BoundedCache(folder, 1 << 20, kind).open("entry", 1, lambda _: False, lambda _: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ from paceline.apps.tracking.track import FOLDER
 from paceline.calls.token import TOKEN_NAME, make_token
 from paceline.files import names
 from paceline.files.bounded_cache import BoundedCache, CacheKind
+from paceline.host import regular_file
 from paceline.host.regular_file import OF_COORDINATOR, check_named, read_named, read_regular
 from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import FILE_NAME, REVOKED_NAME, create
@@ -148,10 +150,85 @@ def test_what_runs_need_is_read(secrets: dict[str, Path], tmp_path: Path) -> Non
         read_named(held.root / "f")
 
 
-def test_a_folder_with_anything_but_files_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
+def test_what_no_library_reads_as_data_does_not_refuse_a_folder(tmp_path: Path, secrets: dict[str, Path]) -> None:
+    """A digest beside the data, a pipe, a socket, links that lead nowhere or back, and a file of somebody else."""
+    folder = tmp_path / "data"
+    (folder / "below").mkdir(parents=True)
+    (folder / "train.jsonl").write_text("{}")
+    (folder / "train.sha256").write_text("ab" * 32 + "\n")
+    os.mkfifo(folder / "pipe")
+    for name, target in {"self": ".", "below/up": "..", "loop": "loop", "nowhere": "none"}.items():
+        (folder / name).symlink_to(target)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "socket"))
+        check_named(folder)
+    assert read_named(folder / "train.sha256") == b"ab" * 32 + b"\n"
     with pytest.raises(OSError, match="not a file"):
+        check_named(folder / "pipe")
+    (folder / "below" / "copy.jsonl").write_bytes(secrets["token"].read_bytes().upper())
+    with pytest.raises(PermissionError, match="holds a private key or a token"):
+        check_named(folder)
+
+
+def test_unreadable_files_are_skipped_and_unforeseen_errors_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    raised = PermissionError(errno.EACCES, "denied", "x")
+
+    def refused(path: str) -> None:
+        raise raised
+
+    monkeypatch.setattr(regular_file, "open_regular", refused)
+    check_named(tmp_path)
+    raised = OSError(errno.EMFILE, "too many open files", "x")
+    with pytest.raises(OSError, match="too many open files"):
         check_named(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "-----BEGIN EC PARAMETERS-----\nBggqhkjOPQMBBw==\n-----END EC PARAMETERS-----\n",
+        "Bag Attributes\r\n    localKeyID: 01 02\r\nKey Attributes: <No Attributes>\r\n",
+        "\ufeff",
+        "-----BEGIN CERTIFICATE-----\n" + "A" * 30_000 + "\n-----END CERTIFICATE-----\n",
+        "users:\n- key: |\n    ",
+        '{"type": "service_account", "private_key": "',
+    ],
+)
+def test_a_private_key_is_found_anywhere_in_the_first_part_of_a_file(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "train.jsonl"
+    for kind in ("", "EC ", "ENCRYPTED ", "OPENSSH "):
+        path.write_text(f"{before}-----BEGIN {kind}PRIVATE KEY-----\nMIIE\n", encoding="utf-8")
+        with pytest.raises(PermissionError, match="holds a private key"):
+            read_named(path)
+
+
+def test_a_row_about_private_keys_is_data(tmp_path: Path) -> None:
+    text = '{"prompt": "What begins with -----BEGIN PRIVATE KEY-----?"}\n{"prompt": "\\n-----BEGIN RSA PRIVATE KEY-----"}\n'
+    (tmp_path / "train.jsonl").write_text(text)
+    assert read_named(tmp_path / "train.jsonl").decode() == text
+
+
+def test_a_folder_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regular_file, "MAX_ENTRIES", 4)
+    (tmp_path / "a").mkdir()
+    for number in range(2):
+        (tmp_path / "a" / str(number)).write_text("{}")
+    check_named(tmp_path)
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(regular_file, "open_named", lambda path: pytest.fail(f"{path} was opened"))
+    with pytest.raises(OSError, match="more than 4 files and folders; name the folder of the data or the model alone"):
+        check_named(tmp_path)
+
+
+def test_the_error_for_a_file_in_the_folder_of_a_cache_has_the_variable(
+    secrets: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "cache" / "spool" / "mine.jsonl").write_text("{}")
+    with pytest.raises(PermissionError, match="or give PACELINE_SPOOL its own folder"):
+        read_named(tmp_path / "cache" / "spool" / "mine.jsonl")
 
 
 def test_a_coordinators_names_are_those_that_it_uses() -> None:
