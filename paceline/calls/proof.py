@@ -18,8 +18,8 @@ import hmac
 import itertools
 import secrets
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partialmethod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -221,8 +221,7 @@ class ProvenChannel:
     def __init__(self, channel: grpc.Channel, address: str, known: Known):
         self._channel, self._address, self._known = channel, address, known
         self._lock = threading.Lock()
-        self._opening: tuple[Credential, Future[Session]] | None = None
-        """The newest session, or its proof under way, for which all calls wait."""
+        self._session: Session | None = None
 
     def __enter__(self) -> ProvenChannel:
         return self
@@ -239,21 +238,15 @@ class ProvenChannel:
         if not isinstance(known, Credential):
             return Signed(known)
         limit_s = PROVE_S if timeout_s is None else min(timeout_s, PROVE_S)
-        with self._lock:
-            before = self._opening
-            opening = before if before is not None and before[0] == known else (known, Future[Session]())
-            self._opening = opening
-        if opening is not before:
-            try:
-                opening[1].set_result(self._opened(Session(known), limit_s))
-            except BaseException as error:
-                with self._lock:
-                    self._opening = None if self._opening is opening else self._opening
-                opening[1].set_exception(error)
+        deadline_s = time.monotonic() + limit_s
+        if not self._lock.acquire(timeout=max(0.0, limit_s)):
+            raise _error("DEADLINE_EXCEEDED", NO_PROOF)
         try:
-            return opening[1].result(limit_s).sign(method)
-        except TimeoutError:
-            raise _error("DEADLINE_EXCEEDED", NO_PROOF) from None
+            if self._session is None or self._session.credential != known:
+                self._session = self._opened(Session(known), max(0.0, deadline_s - time.monotonic()))
+            return self._session.sign(method)
+        finally:
+            self._lock.release()
 
     def _opened(self, session: Session, limit_s: float) -> Session:
         import grpc
@@ -268,10 +261,9 @@ class ProvenChannel:
         return session
 
     def _drop(self, signed: Signed) -> None:
-        """Begin a new session with the next call, unless that has happened since this call was signed."""
         with self._lock:
-            if self._opening and signed.session and self._opening[1].done():
-                self._opening = None if self._opening[1].result() is signed.session else self._opening
+            if self._session is signed.session:
+                self._session = None
 
     def _unary(self, kind: str, method: str, *rest: Any, **how: Any) -> Callable[..., Any]:
         """Return a function that makes a call with one answer. A call whose session is unknown is made again, unless
@@ -351,22 +343,19 @@ class AioProver:
     def __init__(self, channel: Any, address: str, known: Known):
         """`channel` goes to `address`."""
         self._channel, self._address, self._known = channel, address, known
-        self._opening: tuple[Credential, asyncio.Task[Session]] | None = None
-        """The newest session, or its proof under way, for which all calls wait."""
+        self._lock = asyncio.Lock()
+        self._session: Session | None = None
 
     async def sign(self, method: str, timeout_s: float = PROVE_S) -> Signed:
-        """Return the metadata of a call, after the server's proof. Raises grpc.aio.AioRpcError."""
+        """Return the metadata of a call, after the server's proof, within `timeout_s`. Raises grpc.aio.AioRpcError."""
         known = _called(self._known)
         if not isinstance(known, Credential):
             return Signed(known)
-        opening = self._opening
-        if opening is None or opening[0] != known or (opening[1].done() and _failed(opening[1])):
-            task = asyncio.create_task(self._opened(Session(known)))
-            task.add_done_callback(_failed)
-            self._opening = opening = known, task
         try:
-            async with asyncio.timeout(min(timeout_s, PROVE_S)):
-                return (await asyncio.shield(opening[1])).sign(method)
+            async with asyncio.timeout(min(timeout_s, PROVE_S)), self._lock:
+                if self._session is None or self._session.credential != known:
+                    self._session = await self._opened(Session(known))
+                return self._session.sign(method)
         except TimeoutError:
             raise _error("DEADLINE_EXCEEDED", NO_PROOF) from None
 
@@ -384,10 +373,8 @@ class AioProver:
 
     def drop(self, signed: Signed) -> None:
         """Begin a new session with the next call, unless that has happened since this call was signed."""
-        if self._opening and signed.session and self._opening[0] == signed.session.credential:
-            task = self._opening[1]
-            if task.done() and (_failed(task) or task.result() is signed.session):
-                self._opening = None
+        if self._session is signed.session:
+            self._session = None
 
     async def call(self, method: str, make: Callable[[Any], Awaitable[T]], timeout_s: float = PROVE_S) -> T:
         """Return the answer of a call with one request, which `make` begins with these metadata. A proof may take
@@ -437,8 +424,3 @@ class AioProver:
             if not is_proven:
                 call.cancel()
         raise unproven(self._address, "its answer has no proof")
-
-
-def _failed(opening: asyncio.Task[Session]) -> bool:
-    """Return whether a proof failed. It reads the error, of which asyncio would write if nobody waits for it."""
-    return opening.cancelled() or opening.exception() is not None

@@ -36,6 +36,10 @@ from paceline.tls.channels import TO_WORKER, RenewedChannel, open_aio_channel
 from paceline.v1 import access_pb2, common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 
+Place = tuple[str, str]
+"""Member id and address of a worker: a successor at the same address has other tickets."""
+
+
 class RequiredWeights(NamedTuple):
     oldest_step: int = 0
     """Step of the oldest version that may sample for the lease."""
@@ -54,6 +58,10 @@ class SamplingWorker:
     version: Version
     ticket: access_pb2.Ticket | None = field(default=None, compare=False, repr=False)
     """Ticket for Generate; None from a coordinator without access control."""
+
+    @property
+    def place(self) -> Place:
+        return self.member_id, self.address
 
     def serves(self, required: RequiredWeights) -> bool:
         """Return whether the worker may be tried, according to the list."""
@@ -178,10 +186,6 @@ class Answer:
     """True if the worker had accepted the request and the answer was lost."""
 
 
-Place = tuple[str, str]
-"""Member id and address of a worker: a successor at the same address has other tickets."""
-
-
 class SamplingWorkers:
     """Holds the connections to the run's rollout workers. `update` and `LeasedTokens` run on one event loop."""
 
@@ -239,7 +243,7 @@ class SamplingWorkers:
 
     async def ask(self, worker: SamplingWorker, request: rollout_pb2.GenerateRequest) -> Answer:
         """Return a worker's answer. A fault of the worker raises no error."""
-        place = worker.member_id, worker.address
+        place = worker.place
         self._num_calls[place] += 1
         call: Any = None
         began = False
@@ -304,7 +308,7 @@ class SamplingWorkers:
             closing.add_done_callback(self._closing.discard)
 
     def _connection(self, worker: SamplingWorker) -> tuple[Any, AioProver]:
-        place, address = (worker.member_id, worker.address), worker.address
+        place, address = worker.place, worker.address
         if place not in self._channels:
             self._channels[place] = RenewedChannel(lambda: open_aio_channel(address, OPTIONS))
             self._provers[place] = AioProver(self._channels[place], address, lambda: self._known(place))

@@ -82,17 +82,12 @@ class Sessions:
         offer = _parsed(access_pb2.Offer, sent)
         if len(offer.nonce) != NONCE_BYTES or len(sent) > MAX_OFFER_BYTES:
             raise AccessDenied("the call has no offer of a session")
-        if not offer.claims and offer.port not in self.ports:
-            ports = " or ".join(map(str, sorted(self.ports)))
+        if not offer.claims and not (offer.port in self.ports and _is_reached(offer.host, self.hosts)):
+            ports, hosts = (" or ".join(map(str, sorted(each))) for each in (self.ports, self.hosts))
             raise AccessDenied(
-                f"this server listens on port {ports}, but its caller dials {offer.port}, so another program passes the calls on. If that "
-                f"is your own tunnel or proxy, give it the same port, or set PACELINE_COORDINATOR_PORT={ports} for the caller"
-            )
-        if not offer.claims and not _is_reached(offer.host, self.hosts):
-            raise AccessDenied(
-                f"this server listens on {' and '.join(sorted(self.hosts))}, but its caller dials {offer.host[:80]}, so another program "
-                f"passes the calls on. Dial an address of the server; if that is your own tunnel or proxy, set "
-                f"PACELINE_COORDINATOR_PORT={min(self.ports)} for the caller"
+                f"this server listens on port {ports} of {hosts}, but its caller dials port {offer.port} of {offer.host[:80]}, so "
+                "another program passes the calls on. If that is your own tunnel or proxy, give it the same port and address, "
+                f"or set PACELINE_COORDINATOR_PORT={ports} for the caller"
             )
         count = next(self._issued).to_bytes(COUNTER_BYTES, "big")
         nonce = count + self._tag(count, sent)
