@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from paceline.calls import token as tokens
-from paceline.errors import AccessDenied
 from paceline.tls.folder import tls_folder
 from paceline.v1 import access_pb2
 
@@ -149,7 +148,8 @@ class Session:
         return Signed(sent, call_mac(self._key, b"answer", number, name), self)
 
 
-def _error(code: str, details: str) -> grpc.aio.AioRpcError:
+def local_error(code: str, details: str) -> grpc.aio.AioRpcError:
+    """Return the error of a call that was not made."""
     import grpc
 
     return grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), grpc.aio.Metadata(), details, None)
@@ -158,7 +158,7 @@ def _error(code: str, details: str) -> grpc.aio.AioRpcError:
 def unproven(address: str, why: str) -> grpc.aio.AioRpcError:
     """Return the error of a call to a server that has not proven itself."""
     quoted = "".join(each if each.isprintable() else " " for each in why[:MAX_QUOTED])
-    error = _error(
+    error = local_error(
         "UNAUTHENTICATED",
         f"the server at {address} has not proven that it knows this caller's token or ticket, so neither was sent: {quoted}. "
         "The token may be wrong: use the right one. If another program took this port, end that program and start the "
@@ -174,7 +174,7 @@ def is_unproven(error: Any) -> bool:
 
 
 def _again(error: Any) -> grpc.aio.AioRpcError:
-    return _error("UNAVAILABLE", error.details() or "its session is unknown")
+    return local_error("UNAVAILABLE", error.details() or "its session is unknown")
 
 
 def judged(address: str, signed: Signed, error: Any) -> Any:
@@ -204,15 +204,7 @@ def is_unknown(error: Any) -> bool:
 
 
 Known = Callable[[], "Credential | tuple[tuple[str, str], ...]"]
-"""Returns the credential of the next call, or metadata to send without a proof. May raise AccessDenied."""
-
-
-def _called(known: Known) -> Credential | tuple[tuple[str, str], ...]:
-    """Return what is known. Raises grpc.aio.AioRpcError instead of AccessDenied, as a server would refuse the call."""
-    try:
-        return known()
-    except AccessDenied as denied:
-        raise _error("UNAUTHENTICATED", str(denied)) from None
+"""Returns the credential of the next call, or metadata to send without a proof. May raise grpc.aio.AioRpcError."""
 
 
 class ProvenChannel:
@@ -234,13 +226,13 @@ class ProvenChannel:
         self._channel.close()
 
     def _sign(self, method: str, timeout_s: float | None) -> Signed:
-        known = _called(self._known)
+        known = self._known()
         if not isinstance(known, Credential):
             return Signed(known)
         limit_s = PROVE_S if timeout_s is None else min(timeout_s, PROVE_S)
         deadline_s = time.monotonic() + limit_s
         if not self._lock.acquire(timeout=max(0.0, limit_s)):
-            raise _error("DEADLINE_EXCEEDED", NO_PROOF)
+            raise local_error("DEADLINE_EXCEEDED", NO_PROOF)
         try:
             if self._session is None or self._session.credential != known:
                 self._session = self._opened(Session(known), max(0.0, deadline_s - time.monotonic()))
@@ -303,10 +295,14 @@ class ProvenChannel:
             for attempt in range(2):
                 signed = self._sign(method, timeout)
                 answers = call(request, timeout=timeout, metadata=signed.metadata, **options)
+                limit = threading.Timer(PROVE_S, answers.cancel)
+                limit.daemon = True
                 try:
-                    if signed.answer and not signed.is_proven(_received_soon(answers)):
+                    limit.start()
+                    if signed.answer and not signed.is_proven(answers.initial_metadata()):
                         next(answers, None)  # raises the error of a refused call
                         raise unproven(self._address, "its answer has no proof")
+                    limit.cancel()
                     yield from answers
                     return
                 except grpc.RpcError as error:
@@ -316,6 +312,7 @@ class ProvenChannel:
                     if attempt or kind == "stream_stream":
                         raise _again(error) from None
                 finally:
+                    limit.cancel()
                     answers.cancel()
 
         return made
@@ -324,17 +321,6 @@ class ProvenChannel:
     stream_unary = partialmethod(_unary, "stream_unary")
     unary_stream = partialmethod(_stream, "unary_stream")
     stream_stream = partialmethod(_stream, "stream_stream")
-
-
-def _received_soon(answers: Any) -> Any:
-    """Return the initial metadata of a stream, which is cancelled if none come within PROVE_S."""
-    timer = threading.Timer(PROVE_S, answers.cancel)
-    timer.daemon = True
-    timer.start()
-    try:
-        return answers.initial_metadata()
-    finally:
-        timer.cancel()
 
 
 class AioProver:
@@ -348,7 +334,7 @@ class AioProver:
 
     async def sign(self, method: str, timeout_s: float = PROVE_S) -> Signed:
         """Return the metadata of a call, after the server's proof, within `timeout_s`. Raises grpc.aio.AioRpcError."""
-        known = _called(self._known)
+        known = self._known()
         if not isinstance(known, Credential):
             return Signed(known)
         try:
@@ -357,7 +343,7 @@ class AioProver:
                     self._session = await self._opened(Session(known))
                 return self._session.sign(method)
         except TimeoutError:
-            raise _error("DEADLINE_EXCEEDED", NO_PROOF) from None
+            raise local_error("DEADLINE_EXCEEDED", NO_PROOF) from None
 
     async def _opened(self, session: Session) -> Session:
         import grpc
@@ -404,13 +390,11 @@ class AioProver:
 
         if not signed.answer:
             if tls_folder() is None:
-                _called(tokens.without_token)
+                tokens.without_token()
             return
-        is_proven = False
         try:
             async with asyncio.timeout(PROVE_S):
-                is_proven = signed.is_proven(await call.initial_metadata())
-                if is_proven:
+                if signed.is_proven(await call.initial_metadata()):
                     return
                 await call.read()
         except grpc.aio.AioRpcError as error:
@@ -420,7 +404,5 @@ class AioProver:
             raise judged(self._address, signed, error) from None
         except TimeoutError:
             pass
-        finally:
-            if not is_proven:
-                call.cancel()
+        call.cancel()
         raise unproven(self._address, "its answer has no proof")

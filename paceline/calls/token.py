@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.errors import AccessDenied, InvalidInput
+from paceline.errors import InvalidInput
 from paceline.host.process import keep_no_core
 from paceline.tls.channels import RenewedChannel, dialled, open_plain_or_tls
 from paceline.tls.folder import TlsFolder, tls_folder
@@ -81,7 +81,7 @@ def known_token(
 ) -> Callable[[], Credential | Metadata]:
     """Return a function that returns the credential of the next call to the coordinator at `address`: that of the token
     at `path`, read again each time, or of `token`. If TLS verifies the server, it returns the token as metadata; else it
-    raises AccessDenied without a token, with which alone the server can be verified. Raises InvalidInput for the port."""
+    refuses without a token, with which alone the server can be verified. Raises InvalidInput for the port."""
     from paceline.calls.proof import Credential
 
     named = os.environ.get(PORT_VARIABLE)
@@ -103,10 +103,13 @@ def known_token(
 
 
 def without_token(path: Path | None = None) -> Metadata:
-    """Refuse a call to a server that neither TLS nor a token verifies. Raises AccessDenied."""
-    raise AccessDenied(
+    """Refuse a call to a server that neither TLS nor a token verifies. Raises grpc.aio.AioRpcError."""
+    from paceline.calls.proof import local_error
+
+    raise local_error(
+        "UNAUTHENTICATED",
         f"this process has no token, because the file {(path or token_path()).resolve()} is missing, empty or unreadable, "
-        f"so the server cannot prove itself, and nothing was sent. Give the token's file with --token-file or {VARIABLE}"
+        f"so the server cannot prove itself, and nothing was sent. Give the token's file with --token-file or {VARIABLE}",
     )
 
 

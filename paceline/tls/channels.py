@@ -65,15 +65,9 @@ def open_aio_channel(address: str, options: Any = (), folder: TlsFolder | None =
 
 
 def dialled(address: str) -> str:
-    """Return the address with 127.0.0.1 for `localhost`, and other spellings of an IPv4 address in the usual one, because
-    a server compares the host (`services/common/access/sessions.py`)."""
+    """Return the address with 127.0.0.1 for `localhost`, because a server compares the host of its callers."""
     host, _, port = address.rpartition(":")
-    if host.lower().rstrip(".") == "localhost":
-        return f"127.0.0.1:{port}"
-    try:
-        return f"{socket.inet_ntoa(socket.inet_aton(host))}:{port}"
-    except OSError:
-        return address
+    return f"127.0.0.1:{port}" if host.lower().rstrip(".") == "localhost" else address
 
 
 class RenewedChannel:

@@ -36,10 +36,6 @@ from paceline.tls.channels import TO_WORKER, RenewedChannel, open_aio_channel
 from paceline.v1 import access_pb2, common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 
-Place = tuple[str, str]
-"""Member id and address of a worker: a successor at the same address has other tickets."""
-
-
 class RequiredWeights(NamedTuple):
     oldest_step: int = 0
     """Step of the oldest version that may sample for the lease."""
@@ -60,7 +56,8 @@ class SamplingWorker:
     """Ticket for Generate; None from a coordinator without access control."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> tuple[str, str]:
+        """Return what its connection belongs to: a successor at the same address has other tickets."""
         return self.member_id, self.address
 
     def serves(self, required: RequiredWeights) -> bool:
@@ -193,11 +190,11 @@ class SamplingWorkers:
         self.run_id, self._pauses = run_id, pauses
         self.list = WorkerList()
         self._changed = asyncio.Event()
-        self._channels: dict[Place, Any] = {}
-        self._tickets: dict[Place, access_pb2.Ticket | None] = {}
+        self._channels: dict[tuple[str, str], Any] = {}
+        self._tickets: dict[tuple[str, str], access_pb2.Ticket | None] = {}
         """The newest tickets."""
-        self._provers: dict[Place, AioProver] = {}
-        self._num_calls: Counter[Place] = Counter()
+        self._provers: dict[tuple[str, str], AioProver] = {}
+        self._num_calls: Counter[tuple[str, str]] = Counter()
         self._closing: set[asyncio.Future[None]] = set()
         self._suspects = asyncio.Lock()
         """Lock that is held while a turn is sampled that may be the reason why workers ended."""
@@ -298,7 +295,7 @@ class SamplingWorkers:
         self.num_broken += began
         return Answer(broken=began)
 
-    def _drop_unused(self, listed: set[Place]) -> None:
+    def _drop_unused(self, listed: set[tuple[str, str]]) -> None:
         for place in [each for each in self._channels if each not in listed and not self._num_calls[each]]:
             del self._num_calls[place]
             self._provers.pop(place, None)
@@ -316,7 +313,7 @@ class SamplingWorkers:
         channel: Any = self._channels[place]  # has the methods of a channel that stubs use
         return rollout_pb2_grpc.RolloutServiceStub(channel), self._provers[place]
 
-    def _known(self, place: Place) -> Credential | Metadata:
+    def _known(self, place: tuple[str, str]) -> Credential | Metadata:
         """Return what a call of a worker proves: its ticket, never a token."""
         ticket = self._tickets[place]
         return Credential.of_ticket(ticket) if ticket is not None else ()

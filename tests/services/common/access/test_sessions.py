@@ -382,9 +382,8 @@ async def test_a_program_at_another_loopback_address_proves_nothing(directory: P
             with Client(f"127.0.0.2:{port}") as client, pytest.raises(AccessDenied, match="has not proven"):
                 await asyncio.to_thread(client.runs)
         assert recorder.methods == [PROVE]
-        for host in ("localhost", "127.1"):
-            with Client(f"{host}:{port}") as client:
-                assert await asyncio.to_thread(client.runs) == []
+        with Client(f"localhost:{port}") as client:
+            assert await asyncio.to_thread(client.runs) == []
 
 
 @pytest.mark.parametrize(
