@@ -103,6 +103,7 @@ def servers_without_a_guard(request: pytest.FixtureRequest, monkeypatch: pytest.
     """Servers of tests that know no token prove nothing; outside the tests of access they are called all the same."""
     if "access" not in request.path.parts:
         monkeypatch.setattr("paceline.calls.token.without_token", lambda path=None: ())
+        monkeypatch.setattr("paceline.calls.proof.tls_folder", lambda: request)
 
 
 @pytest.fixture

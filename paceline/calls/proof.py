@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from paceline.calls import token as tokens
 from paceline.tls.folder import tls_folder
 from paceline.v1 import access_pb2
 
@@ -388,9 +387,9 @@ class AioProver:
         """Wait until the answer to a stream has proven the server, or TLS has. Raises grpc.aio.AioRpcError."""
         import grpc
 
+        if not signed.answer and tls_folder() is None:
+            raise unproven(self._address, "this process has neither a token nor TLS")
         if not signed.answer:
-            if tls_folder() is None:
-                tokens.without_token()
             return
         try:
             async with asyncio.timeout(PROVE_S):

@@ -240,7 +240,7 @@ async def test_without_a_token_and_tls_nothing_is_sent(directory: Path, monkeypa
             prover = AioProver(channel, address, lambda: ())
             signed = await prover.sign("x")
             call = worker_pb2_grpc.WorkerServiceStub(channel).Connect(metadata=signed.metadata)  # type: ignore[call-arg]
-            with pytest.raises(grpc.aio.AioRpcError, match="has no token"):
+            with pytest.raises(grpc.aio.AioRpcError, match="neither a token nor TLS"):
                 await prover.check_stream(call, signed)
 
 
