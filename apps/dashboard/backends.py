@@ -57,7 +57,7 @@ class CoordinatorBackend:
         call = self._channel.unary_unary(f"/{method.path}", _to_bytes, method.response.FromString)
         limit_s = LONG_CALL_S if method.path in LONG_CALLS else CALL_S
         made = lambda sent: call(request, timeout=limit_s, metadata=sent)  # noqa: E731
-        return await self._prover(token).call(method.path, made)
+        return await self._prover(token).call(method.path, made, limit_s)
 
     async def stream(self, method: Method, request: Any, token: str = "") -> AsyncIterator[Any]:
         call = self._channel.unary_stream(f"/{method.path}", _to_bytes, method.response.FromString)

@@ -18,13 +18,15 @@ import hmac
 import itertools
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partialmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
+from paceline.tls.folder import tls_folder
 from paceline.v1 import access_pb2
 
 if TYPE_CHECKING:
@@ -35,11 +37,12 @@ SESSION, PROOF = "paceline-session-bin", "paceline-proof-bin"
 """Metadata of a call: its session, and its proof. An answer has PROOF too."""
 RENEW = "paceline-session-unknown"
 """Trailing metadata of a call whose session the server does not know (any more)."""
-UNPROVEN = "paceline-unproven"
-"""Trailing metadata of the error that a client makes itself if the server has not proven itself."""
+UNPROVEN = "paceline_unproven"
+"""Attribute of the error that a client makes itself if the server has not proven itself. No server can set it."""
 NONCE_BYTES, ISSUED_BYTES, ID_BYTES = 16, 24, 16
 PROVE_S = 10.0
 """Longest time in seconds for a proof."""
+NO_PROOF = "the server gave no proof in time"
 MAX_QUOTED = 1000
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED")
 """Statuses without an answer of the server."""
@@ -72,12 +75,13 @@ class Credential:
     token_id: bytes = b""
     claims: bytes = b""
     port: int = 0
+    host: str = ""
 
     @classmethod
-    def of_token(cls, token: str, port: int) -> Credential:
-        """Return the credential of a token for the coordinator that listens on `port`."""
+    def of_token(cls, token: str, port: int, host: str = "") -> Credential:
+        """Return the credential of a token for the coordinator that listens on `port`, at `host` unless it is empty."""
         key = hashlib.sha256(token.encode()).digest()
-        return cls(key, COORDINATOR, token_id=token_id(key), port=port)
+        return cls(key, COORDINATOR, token_id=token_id(key), port=port, host=host)
 
     @classmethod
     def of_ticket(cls, ticket: access_pb2.Ticket) -> Credential:
@@ -92,6 +96,7 @@ class Signed:
     metadata: Any
     answer: bytes = b""
     """Empty if the answer needs no proof."""
+    session: Session | None = None
 
     def is_proven(self, received: Any) -> bool:
         """Return whether an answer's metadata prove the server."""
@@ -109,6 +114,7 @@ class Session:
             claims=credential.claims,
             nonce=secrets.token_bytes(NONCE_BYTES),
             port=credential.port,
+            host=credential.host,
         ).SerializeToString()
         self._key = self._header = b""
         self._numbers = itertools.count(1)
@@ -138,40 +144,42 @@ class Session:
         number, name = next(self._numbers), method.lstrip("/")
         proof = access_pb2.CallProof(number=number, mac=call_mac(self._key, b"call", number, name))
         sent = ((SESSION, self._header), (PROOF, proof.SerializeToString()))
-        return Signed(sent, call_mac(self._key, b"answer", number, name))
+        return Signed(sent, call_mac(self._key, b"answer", number, name), self)
 
 
-def _error(code: str, details: str, *trailing: tuple[str, str]) -> grpc.aio.AioRpcError:
+def local_error(code: str, details: str) -> grpc.aio.AioRpcError:
+    """Return the error of a call that was not made."""
     import grpc
 
-    metadata = grpc.aio.Metadata(*trailing)
-    return grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), metadata, details, None)
+    return grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), grpc.aio.Metadata(), details, None)
 
 
 def unproven(address: str, why: str) -> grpc.aio.AioRpcError:
     """Return the error of a call to a server that has not proven itself."""
     quoted = "".join(each if each.isprintable() else " " for each in why[:MAX_QUOTED])
-    return _error(
+    error = local_error(
         "UNAUTHENTICATED",
         f"the server at {address} has not proven that it knows this caller's token or ticket, so neither was sent: {quoted}. "
-        "If another program took this port, end that program and start the right one again; else use the right token",
-        (UNPROVEN, "1"),
+        "The token may be wrong: use the right one. If another program took this port, end that program and start the "
+        "right one again",
     )
+    setattr(error, UNPROVEN, True)
+    return error
 
 
 def is_unproven(error: Any) -> bool:
     """Return whether `unproven` made an error."""
-    return UNPROVEN in dict(error.trailing_metadata() or ())
+    return getattr(error, UNPROVEN, False) is True
 
 
 def _again(error: Any) -> grpc.aio.AioRpcError:
-    return _error("UNAVAILABLE", error.details() or "its session is unknown")
+    return local_error("UNAVAILABLE", error.details() or "its session is unknown")
 
 
-def judged(address: str, signed: Signed, error: Any, passing: Sequence[str] = (*PASSING, "UNIMPLEMENTED")) -> Any:
+def judged(address: str, signed: Signed, error: Any) -> Any:
     """Return the error to raise for a failed call: an error that does not prove the server counts only if it has one of
-    the `passing` statuses."""
-    if not signed.answer or error.code().name in passing or is_unproven(error):
+    the statuses PASSING."""
+    if not signed.answer or error.code().name in PASSING or is_unproven(error):
         return error
     if signed.is_proven(error.trailing_metadata()):
         return error
@@ -195,7 +203,7 @@ def is_unknown(error: Any) -> bool:
 
 
 Known = Callable[[], "Credential | tuple[tuple[str, str], ...]"]
-"""Returns the credential of the next call, or metadata to send without a proof."""
+"""Returns the credential of the next call, or metadata to send without a proof. May raise grpc.aio.AioRpcError."""
 
 
 class ProvenChannel:
@@ -220,15 +228,20 @@ class ProvenChannel:
         known = self._known()
         if not isinstance(known, Credential):
             return Signed(known)
-        with self._lock:
+        limit_s = PROVE_S if timeout_s is None else min(timeout_s, PROVE_S)
+        deadline_s = time.monotonic() + limit_s
+        if not self._lock.acquire(timeout=max(0.0, limit_s)):
+            raise local_error("DEADLINE_EXCEEDED", NO_PROOF)
+        try:
             if self._session is None or self._session.credential != known:
-                self._session = self._opened(Session(known), timeout_s)
+                self._session = self._opened(Session(known), max(0.0, deadline_s - time.monotonic()))
             return self._session.sign(method)
+        finally:
+            self._lock.release()
 
-    def _opened(self, session: Session, timeout_s: float | None) -> Session:
+    def _opened(self, session: Session, limit_s: float) -> Session:
         import grpc
 
-        limit_s = PROVE_S if timeout_s is None else min(timeout_s, PROVE_S)
         try:
             prove: Any = self._channel.unary_unary  # its types demand serializers
             answer = prove(PROVE)(b"", timeout=limit_s, metadata=session.metadata)
@@ -238,9 +251,10 @@ class ProvenChannel:
             raise unproven(self._address, why)
         return session
 
-    def _drop(self) -> None:
+    def _drop(self, signed: Signed) -> None:
         with self._lock:
-            self._session = None
+            if self._session is signed.session:
+                self._session = None
 
     def _unary(self, kind: str, method: str, *rest: Any, **how: Any) -> Callable[..., Any]:
         """Return a function that makes a call with one answer. A call whose session is unknown is made again, unless
@@ -259,7 +273,7 @@ class ProvenChannel:
                 except grpc.RpcError as error:
                     if not is_unknown(error):
                         raise judged(self._address, signed, error) from None
-                    self._drop()
+                    self._drop(signed)
                     if attempt or kind == "stream_unary":
                         raise _again(error) from None
                     continue
@@ -280,19 +294,24 @@ class ProvenChannel:
             for attempt in range(2):
                 signed = self._sign(method, timeout)
                 answers = call(request, timeout=timeout, metadata=signed.metadata, **options)
+                limit = threading.Timer(PROVE_S, answers.cancel)
+                limit.daemon = True
                 try:
+                    limit.start()
                     if signed.answer and not signed.is_proven(answers.initial_metadata()):
                         next(answers, None)  # raises the error of a refused call
                         raise unproven(self._address, "its answer has no proof")
+                    limit.cancel()
                     yield from answers
                     return
                 except grpc.RpcError as error:
                     if not is_unknown(error):
                         raise judged(self._address, signed, error) from None
-                    self._drop()
+                    self._drop(signed)
                     if attempt or kind == "stream_stream":
                         raise _again(error) from None
                 finally:
+                    limit.cancel()
                     answers.cancel()
 
         return made
@@ -312,15 +331,18 @@ class AioProver:
         self._lock = asyncio.Lock()
         self._session: Session | None = None
 
-    async def sign(self, method: str) -> Signed:
-        """Return the metadata of a call, after the server's proof. Raises grpc.aio.AioRpcError."""
+    async def sign(self, method: str, timeout_s: float = PROVE_S) -> Signed:
+        """Return the metadata of a call, after the server's proof, within `timeout_s`. Raises grpc.aio.AioRpcError."""
         known = self._known()
         if not isinstance(known, Credential):
             return Signed(known)
-        async with self._lock:
-            if self._session is None or self._session.credential != known:
-                self._session = await self._opened(Session(known))
-            return self._session.sign(method)
+        try:
+            async with asyncio.timeout(min(timeout_s, PROVE_S)), self._lock:
+                if self._session is None or self._session.credential != known:
+                    self._session = await self._opened(Session(known))
+                return self._session.sign(method)
+        except TimeoutError:
+            raise local_error("DEADLINE_EXCEEDED", NO_PROOF) from None
 
     async def _opened(self, session: Session) -> Session:
         import grpc
@@ -334,46 +356,52 @@ class AioProver:
             raise unproven(self._address, why)
         return session
 
-    def drop(self) -> None:
-        """Begin a new session with the next call."""
-        self._session = None
+    def drop(self, signed: Signed) -> None:
+        """Begin a new session with the next call, unless that has happened since this call was signed."""
+        if self._session is signed.session:
+            self._session = None
 
-    async def call(self, method: str, make: Callable[[Any], Awaitable[T]]) -> T:
-        """Return the answer of a call with one request, which `make` begins with these metadata. Raises
-        grpc.aio.AioRpcError."""
+    async def call(self, method: str, make: Callable[[Any], Awaitable[T]], timeout_s: float = PROVE_S) -> T:
+        """Return the answer of a call with one request, which `make` begins with these metadata. A proof may take
+        `timeout_s`. Raises grpc.aio.AioRpcError."""
         import grpc
 
-        signed = await self.sign(method)
-        try:
-            made: Any = make(signed.metadata)
-            answer: T = await made
-        except grpc.aio.AioRpcError as error:
-            if not is_unknown(error):
-                raise judged(self._address, signed, error) from None
-            self.drop()
-            signed = await self.sign(method)
-            made = make(signed.metadata)
-            answer = await made
-        if signed.answer and not signed.is_proven(await made.trailing_metadata()):
-            raise unproven(self._address, "its answer has no proof")
-        return answer
+        for attempt in range(2):
+            signed = await self.sign(method, timeout_s)
+            try:
+                made: Any = make(signed.metadata)
+                answer: T = await made
+            except grpc.aio.AioRpcError as error:
+                if not is_unknown(error):
+                    raise judged(self._address, signed, error) from None
+                self.drop(signed)
+                if attempt:
+                    raise _again(error) from None
+                continue
+            if signed.answer and not signed.is_proven(await made.trailing_metadata()):
+                raise unproven(self._address, "its answer has no proof")
+            return answer
+        raise AssertionError("the second attempt returns or raises")
 
     async def check_stream(self, call: Any, signed: Signed) -> None:
-        """Wait until the answer to a stream has proven the server. Raises grpc.aio.AioRpcError."""
+        """Wait until the answer to a stream has proven the server, or TLS has. Raises grpc.aio.AioRpcError."""
         import grpc
 
-        if not signed.answer or signed.is_proven(await call.initial_metadata()):
+        if not signed.answer and tls_folder() is None:
+            raise unproven(self._address, "this process has neither a token nor TLS")
+        if not signed.answer:
             return
         try:
             async with asyncio.timeout(PROVE_S):
+                if signed.is_proven(await call.initial_metadata()):
+                    return
                 await call.read()
         except grpc.aio.AioRpcError as error:
             if is_unknown(error):
-                self.drop()
+                self.drop(signed)
                 raise _again(error) from None
-            raise judged(self._address, signed, error, PASSING) from None
+            raise judged(self._address, signed, error) from None
         except TimeoutError:
             pass
-        finally:
-            call.cancel()
+        call.cancel()
         raise unproven(self._address, "its answer has no proof")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from paceline.errors import InvalidInput
 from paceline.host.process import keep_no_core
 from paceline.host.regular_file import token_files
-from paceline.tls.channels import RenewedChannel, open_plain_or_tls
+from paceline.tls.channels import RenewedChannel, dialled, open_plain_or_tls
 from paceline.tls.folder import TlsFolder, tls_folder
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ DEFAULT_PATH = Path("runs") / TOKEN_NAME
 """Default path of the token's file; a coordinator without options makes the file there."""
 PORT_VARIABLE = "PACELINE_COORDINATOR_PORT"
 """Environment variable with the port on which the coordinator itself listens, for a caller behind a tunnel or a proxy
-that has another port."""
+that has another port or address."""
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 
@@ -82,22 +82,37 @@ def known_token(
     address: str, path: Path | None = None, folder: TlsFolder | None = None, token: str = ""
 ) -> Callable[[], Credential | Metadata]:
     """Return a function that returns the credential of the next call to the coordinator at `address`: that of the token
-    at `path`, read again each time, or of `token`. If TLS verifies the server, it returns the token as metadata."""
+    at `path`, read again each time, or of `token`. If TLS verifies the server, it returns the token as metadata; else it
+    refuses without a token, with which alone the server can be verified. Raises InvalidInput for the port."""
     from paceline.calls.proof import Credential
 
     named = os.environ.get(PORT_VARIABLE)
     port = named or address.rpartition(":")[2]
-    if not port.isdecimal():
+    if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 1 << 16):
         raise InvalidInput(
-            f"{PORT_VARIABLE if named else 'the address'} {named or address!r} has no port, such as 7070"
+            f"{PORT_VARIABLE if named else 'the address'} {named or address!r} has no port from 1 to 65535, such as 7070"
         )
+    host = "" if named else dialled(address).rpartition(":")[0].strip("[]")
     is_verified = (folder or tls_folder()) is not None
 
     def known() -> Credential | Metadata:
         found = token or read_token(path or token_path())
-        return Credential.of_token(found, int(port)) if found and not is_verified else metadata(found)
+        if is_verified:
+            return metadata(found)
+        return Credential.of_token(found, int(port), host) if found else without_token(path)
 
     return known
+
+
+def without_token(path: Path | None = None) -> Metadata:
+    """Refuse a call to a server that neither TLS nor a token verifies. Raises grpc.aio.AioRpcError."""
+    from paceline.calls.proof import local_error
+
+    raise local_error(
+        "UNAUTHENTICATED",
+        f"this process has no token, because the file {(path or token_path()).resolve()} is missing, empty or unreadable, "
+        f"so the server cannot prove itself, and nothing was sent. Give the token's file with --token-file or {VARIABLE}",
+    )
 
 
 def open_channel(

@@ -50,7 +50,7 @@ def open_plain_or_tls(address: str, options: Any = (), folder: TlsFolder | None 
 
     folder = folder or tls_folder()
     if folder is None:
-        return grpc.insecure_channel(address, options=options)
+        return grpc.insecure_channel(dialled(address), options=options)
     return grpc.secure_channel(address, channel_credentials(folder.read()), options=with_role(options))
 
 
@@ -60,8 +60,14 @@ def open_aio_channel(address: str, options: Any = (), folder: TlsFolder | None =
 
     folder = folder or tls_folder()
     if folder is None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(dialled(address), options=options)
     return grpc.aio.secure_channel(address, channel_credentials(folder.read()), options=with_role(options))
+
+
+def dialled(address: str) -> str:
+    """Return the address with 127.0.0.1 for `localhost`, because a server compares the host of its callers."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host.lower().rstrip(".") == "localhost" else address
 
 
 class RenewedChannel:

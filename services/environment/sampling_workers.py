@@ -55,6 +55,11 @@ class SamplingWorker:
     ticket: access_pb2.Ticket | None = field(default=None, compare=False, repr=False)
     """Ticket for Generate; None from a coordinator without access control."""
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Return what its connection belongs to: a successor at the same address has other tickets."""
+        return self.member_id, self.address
+
     def serves(self, required: RequiredWeights) -> bool:
         """Return whether the worker may be tried, according to the list."""
         if required.pinned is not None:
@@ -185,11 +190,11 @@ class SamplingWorkers:
         self.run_id, self._pauses = run_id, pauses
         self.list = WorkerList()
         self._changed = asyncio.Event()
-        self._channels: dict[str, Any] = {}
-        self._tickets: dict[str, access_pb2.Ticket | None] = {}
-        """The newest tickets, by the workers' addresses."""
-        self._provers: dict[str, AioProver] = {}
-        self._num_calls: Counter[str] = Counter()
+        self._channels: dict[tuple[str, str], Any] = {}
+        self._tickets: dict[tuple[str, str], access_pb2.Ticket | None] = {}
+        """The newest tickets."""
+        self._provers: dict[tuple[str, str], AioProver] = {}
+        self._num_calls: Counter[tuple[str, str]] = Counter()
         self._closing: set[asyncio.Future[None]] = set()
         self._suspects = asyncio.Lock()
         """Lock that is held while a turn is sampled that may be the reason why workers ended."""
@@ -200,7 +205,7 @@ class SamplingWorkers:
     def update(self, listed: worker_pb2.Engines) -> None:
         if listed.run_id == self.run_id:
             self.list.replace(listed.engines)
-            self._drop_unused({each.address for each in listed.engines})
+            self._drop_unused({(each.member_id, each.address) for each in listed.engines})
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
@@ -235,7 +240,8 @@ class SamplingWorkers:
 
     async def ask(self, worker: SamplingWorker, request: rollout_pb2.GenerateRequest) -> Answer:
         """Return a worker's answer. A fault of the worker raises no error."""
-        self._num_calls[worker.address] += 1
+        place = worker.place
+        self._num_calls[place] += 1
         call: Any = None
         began = False
         try:
@@ -251,7 +257,8 @@ class SamplingWorkers:
             return answer
         except grpc.aio.AioRpcError as error:
             if is_unknown(error):  # the worker has a new key; the next attempt begins a new session
-                prover.drop()
+                if call is not None:
+                    prover.drop(signed)
                 self.list.put_off(worker.member_id, self._pauses.refused_s)
                 return Answer()
             if call is not None:
@@ -270,7 +277,7 @@ class SamplingWorkers:
             self.list.put_off(worker.member_id, self._pauses.broken_s)
             return Answer()
         finally:
-            self._num_calls[worker.address] -= 1
+            self._num_calls[place] -= 1
 
     def _failed(self, worker: SamplingWorker, error: grpc.aio.AioRpcError, began: bool) -> Answer:
         """Return the answer of a failed call. Raises InvalidInput if every worker would reject the request."""
@@ -288,26 +295,27 @@ class SamplingWorkers:
         self.num_broken += began
         return Answer(broken=began)
 
-    def _drop_unused(self, listed: set[str]) -> None:
-        for address in [a for a in self._channels if a not in listed and not self._num_calls[a]]:
-            del self._num_calls[address]
-            self._provers.pop(address, None)
-            closing = asyncio.ensure_future(self._channels.pop(address).close(None))
+    def _drop_unused(self, listed: set[tuple[str, str]]) -> None:
+        for place in [each for each in self._channels if each not in listed and not self._num_calls[each]]:
+            del self._num_calls[place]
+            self._provers.pop(place, None)
+            self._tickets.pop(place, None)
+            closing = asyncio.ensure_future(self._channels.pop(place).close(None))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
     def _connection(self, worker: SamplingWorker) -> tuple[Any, AioProver]:
-        address = worker.address
-        if address not in self._channels:
-            self._channels[address] = RenewedChannel(lambda: open_aio_channel(address, OPTIONS))
-            self._provers[address] = AioProver(self._channels[address], address, lambda: self._known(address))
-        self._tickets[address] = worker.ticket
-        channel: Any = self._channels[address]  # has the methods of a channel that stubs use
-        return rollout_pb2_grpc.RolloutServiceStub(channel), self._provers[address]
+        place, address = worker.place, worker.address
+        if place not in self._channels:
+            self._channels[place] = RenewedChannel(lambda: open_aio_channel(address, OPTIONS))
+            self._provers[place] = AioProver(self._channels[place], address, lambda: self._known(place))
+        self._tickets[place] = worker.ticket
+        channel: Any = self._channels[place]  # has the methods of a channel that stubs use
+        return rollout_pb2_grpc.RolloutServiceStub(channel), self._provers[place]
 
-    def _known(self, address: str) -> Credential | Metadata:
-        """Return what a call of the worker at an address proves: its ticket, never a token."""
-        ticket = self._tickets[address]
+    def _known(self, place: tuple[str, str]) -> Credential | Metadata:
+        """Return what a call of a worker proves: its ticket, never a token."""
+        ticket = self._tickets[place]
         return Credential.of_ticket(ticket) if ticket is not None else ()
 
 

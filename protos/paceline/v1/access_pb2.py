@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/access.proto\x12\x0bpaceline.v1\"9\n\x0fIdentifyRequest\x12\x14\n\x0ctoken_sha256\x18\x01 \x01(\x0c\x12\x10\n\x08token_id\x18( \x01(\x0c\"@\n\x10IdentifyResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05roles\x18\x02 \x03(\t\x12\x0f\n\x07refusal\x18\x03 \x01(\t\"\x0e\n\x0cProveRequest\"F\n\x05Offer\x12\x10\n\x08token_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63laims\x18\x02 \x01(\x0c\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0c\n\x04port\x18\x04 \x01(\r\"=\n\rProveResponse\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x0e\n\x06server\x18\x03 \x01(\t\"(\n\tCallProof\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03mac\x18\x02 \x01(\x0c\"7\n\x12IssueTicketRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\":\n\x13IssueTicketResponse\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.paceline.v1.Ticket\"%\n\x06Ticket\x12\x0e\n\x06\x63laims\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"\\\n\x06\x43laims\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x10\n\x08token_id\x18\x05 \x01(\x0c\x32\xf4\x01\n\rAccessService\x12L\n\x08Identify\x12\x1c.paceline.v1.IdentifyRequest\x1a\x1d.paceline.v1.IdentifyResponse\"\x03\x90\x02\x01\x12\x43\n\x05Prove\x12\x19.paceline.v1.ProveRequest\x1a\x1a.paceline.v1.ProveResponse\"\x03\x90\x02\x01\x12P\n\x0bIssueTicket\x12\x1f.paceline.v1.IssueTicketRequest\x1a .paceline.v1.IssueTicketResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/access.proto\x12\x0bpaceline.v1\"9\n\x0fIdentifyRequest\x12\x14\n\x0ctoken_sha256\x18\x01 \x01(\x0c\x12\x10\n\x08token_id\x18( \x01(\x0c\"@\n\x10IdentifyResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05roles\x18\x02 \x03(\t\x12\x0f\n\x07refusal\x18\x03 \x01(\t\"\x0e\n\x0cProveRequest\"T\n\x05Offer\x12\x10\n\x08token_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63laims\x18\x02 \x01(\x0c\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\"=\n\rProveResponse\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x0e\n\x06server\x18\x03 \x01(\t\"(\n\tCallProof\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03mac\x18\x02 \x01(\x0c\"7\n\x12IssueTicketRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\":\n\x13IssueTicketResponse\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.paceline.v1.Ticket\"%\n\x06Ticket\x12\x0e\n\x06\x63laims\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"\\\n\x06\x43laims\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x10\n\x08token_id\x18\x05 \x01(\x0c\x32\xf4\x01\n\rAccessService\x12L\n\x08Identify\x12\x1c.paceline.v1.IdentifyRequest\x1a\x1d.paceline.v1.IdentifyResponse\"\x03\x90\x02\x01\x12\x43\n\x05Prove\x12\x19.paceline.v1.ProveRequest\x1a\x1a.paceline.v1.ProveResponse\"\x03\x90\x02\x01\x12P\n\x0bIssueTicket\x12\x1f.paceline.v1.IssueTicketRequest\x1a .paceline.v1.IssueTicketResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,19 +42,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROVEREQUEST']._serialized_start=166
   _globals['_PROVEREQUEST']._serialized_end=180
   _globals['_OFFER']._serialized_start=182
-  _globals['_OFFER']._serialized_end=252
-  _globals['_PROVERESPONSE']._serialized_start=254
-  _globals['_PROVERESPONSE']._serialized_end=315
-  _globals['_CALLPROOF']._serialized_start=317
-  _globals['_CALLPROOF']._serialized_end=357
-  _globals['_ISSUETICKETREQUEST']._serialized_start=359
-  _globals['_ISSUETICKETREQUEST']._serialized_end=414
-  _globals['_ISSUETICKETRESPONSE']._serialized_start=416
-  _globals['_ISSUETICKETRESPONSE']._serialized_end=474
-  _globals['_TICKET']._serialized_start=476
-  _globals['_TICKET']._serialized_end=513
-  _globals['_CLAIMS']._serialized_start=515
-  _globals['_CLAIMS']._serialized_end=607
-  _globals['_ACCESSSERVICE']._serialized_start=610
-  _globals['_ACCESSSERVICE']._serialized_end=854
+  _globals['_OFFER']._serialized_end=266
+  _globals['_PROVERESPONSE']._serialized_start=268
+  _globals['_PROVERESPONSE']._serialized_end=329
+  _globals['_CALLPROOF']._serialized_start=331
+  _globals['_CALLPROOF']._serialized_end=371
+  _globals['_ISSUETICKETREQUEST']._serialized_start=373
+  _globals['_ISSUETICKETREQUEST']._serialized_end=428
+  _globals['_ISSUETICKETRESPONSE']._serialized_start=430
+  _globals['_ISSUETICKETRESPONSE']._serialized_end=488
+  _globals['_TICKET']._serialized_start=490
+  _globals['_TICKET']._serialized_end=527
+  _globals['_CLAIMS']._serialized_start=529
+  _globals['_CLAIMS']._serialized_end=621
+  _globals['_ACCESSSERVICE']._serialized_start=624
+  _globals['_ACCESSSERVICE']._serialized_end=868
 # @@protoc_insertion_point(module_scope)

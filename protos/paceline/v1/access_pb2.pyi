@@ -103,6 +103,7 @@ class Offer(_message.Message):
     CLAIMS_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     token_id: _builtins.bytes
     """Id of the token: the first 16 bytes of HMAC-SHA256 of `token id` with the token's SHA-256."""
     claims: _builtins.bytes
@@ -111,6 +112,10 @@ class Offer(_message.Message):
     """16 random bytes."""
     port: _builtins.int
     """With a token: port at which the caller reaches the server. A server that does not listen on it refuses the offer."""
+    host: _builtins.str
+    """With a token: host that the caller dials, without brackets; empty if the caller leaves it open. A server that does
+    not listen there refuses the offer.
+    """
     def __init__(
         self,
         *,
@@ -118,10 +123,11 @@ class Offer(_message.Message):
         claims: _builtins.bytes = ...,
         nonce: _builtins.bytes = ...,
         port: _builtins.int = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "nonce", b"nonce", "port", b"port", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "host", b"host", "nonce", b"nonce", "port", b"port", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
 """Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and those
 in `tokens.json`; a worker's services ask the coordinator whose token has an id. An answer counts for FRESH_S, so
-a revoked token is refused within that time; while the coordinator does not answer, its last answer counts for
-KEPT_S, a caller with the worker's token is a worker, and a caller with a ticket has the ticket's roles.
+a revoked token is refused within that time; while the coordinator does not answer, its last refusal counts without a
+limit, another last answer for KEPT_S, a caller with the worker's token is a worker, and a caller with a ticket has the ticket's roles.
 
 The token decides the role. The name in a client certificate is recorded, and a call over a connection of a revoked name
 is refused whatever its token. A change of either file takes effect within a second.
@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -39,7 +39,7 @@ from paceline.services.common.access.token_table import (
     read_revoked,
     read_table,
 )
-from paceline.tls.channels import open_aio_channel
+from paceline.tls.channels import RenewedChannel, open_aio_channel
 from paceline.v1 import access_pb2, access_pb2_grpc
 
 ALL_ROLES = frozenset(CallerRole)
@@ -207,7 +207,7 @@ FRESH_S = 2.0
 KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
-"""Largest number of the coordinator's answers that are kept; the newest answers stay."""
+"""Largest number of the coordinator's answers that are kept; refusals and the newest others stay."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
 """Name of a caller with the worker's token while the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -229,6 +229,8 @@ class WorkerCallers:
         returns the key of the worker's newest Welcome, empty without one."""
         self._coordinator, self._call_key = coordinator, call_key
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
+        self._channel: Any = None
+        self._prover: AioProver | None = None
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
         worker_token = read_token(token_path())
@@ -271,30 +273,34 @@ class WorkerCallers:
             return kept
         try:
             answer = await self._ask(token_id)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
             # If another program has taken the coordinator's port, the coordinator is away.
-            is_away = error.code() in AWAY or is_unproven(error)
-            if is_away and kept is not None and now_s - kept.time_s < KEPT_S:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if isinstance(error, TimeoutError) else error.code()
+            is_away = code in AWAY or is_unproven(error)
+            if is_away and kept is not None and (kept.caller is None or now_s - kept.time_s < KEPT_S):
                 return kept
             if is_away and own is not None:
                 return _Answer(own, "", now_s)
             raise Unavailable(
                 f"this worker cannot ask the coordinator at {self._coordinator} about the call's token: "
-                f"{error.code().name.lower()}"
+                f"{code.name.lower()}"
             ) from None
         self._answers[token_id] = answer
         self._answers.move_to_end(token_id)
         while len(self._answers) > MAX_KEPT:
-            self._answers.popitem(last=False)
+            known = (key for key, each in self._answers.items() if not each.refusal)
+            del self._answers[next(known, next(iter(self._answers)))]
         return answer
 
     async def _ask(self, token_id: bytes) -> _Answer:
         request = access_pb2.IdentifyRequest(token_id=token_id)
-        async with open_aio_channel(self._coordinator) as channel:
-            identify = access_pb2_grpc.AccessServiceStub(channel).Identify
-            prover = AioProver(channel, self._coordinator, known_token(self._coordinator))
-            async with asyncio.timeout(2 * CALL_S):
-                answer = await prover.call(IDENTIFY, lambda sent: identify(request, timeout=CALL_S, metadata=sent))
+        if self._prover is None:
+            self._channel = RenewedChannel(lambda: open_aio_channel(self._coordinator))
+            self._prover = AioProver(self._channel, self._coordinator, known_token(self._coordinator))
+        identify: Any = access_pb2_grpc.AccessServiceStub(self._channel).Identify
+        async with asyncio.timeout(2 * CALL_S):
+            made = lambda sent: identify(request, timeout=CALL_S, metadata=sent)  # noqa: E731
+            answer = await self._prover.call(IDENTIFY, made, CALL_S)
         return _Answer(
             Caller(answer.name, _roles(answer.roles)) if answer.name else None, answer.refusal, time.monotonic()
         )

@@ -83,7 +83,7 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.RunService/DropGroups": STEERS,
     "paceline.v1.RunService/Checkpoint": STEERS,
     "paceline.v1.WorkerService/Connect": _changes(WORKER),
-    "paceline.v1.WorkerService/ListMembers": _reads(),
+    "paceline.v1.WorkerService/ListMembers": _reads(WORKER),
     "paceline.v1.WorkerService/Drain": _changes(OPERATOR),
     "paceline.v1.BundleService/Missing": Right(frozenset({SUBMITTER, OPERATOR})),
     "paceline.v1.BundleService/Put": _changes(SUBMITTER, OPERATOR),

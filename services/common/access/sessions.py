@@ -2,8 +2,8 @@
 and the tickets that a coordinator issues.
 
 A server keeps nothing of a session until its first proven call, so strangers cannot fill its memory. Then it keeps the
-numbers that the session has used, so no call counts twice. The oldest sessions end when there are too many, and their
-callers begin new ones. No clock is read.
+numbers that the session has used, so no call counts twice. The least recently used sessions end when there are too
+many, and their callers begin new ones. No clock is read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hmac
 import itertools
 import secrets
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -68,21 +69,25 @@ class Sessions:
         self._secret = secrets.token_bytes(32)
         self._issued = itertools.count(1)
         self._numbers: dict[int, _Numbers] = {}
+        """The used sessions, that of the oldest call first."""
         self._ended = 0
-        """Number of the newest session that ended because there were too many; earlier ones have ended too."""
+        """Number of the newest session that ended because there were too many; unused earlier ones have ended too."""
         self.ports: frozenset[int] = frozenset()
         """Ports at which callers with a token may reach this server."""
+        self.hosts: frozenset[str] = frozenset()
+        """Addresses on which this server listens."""
 
     def answer(self, sent: bytes) -> access_pb2.ProveResponse:
         """Return the proof for an offer. Raises AccessDenied."""
         offer = _parsed(access_pb2.Offer, sent)
         if len(offer.nonce) != NONCE_BYTES or len(sent) > MAX_OFFER_BYTES:
             raise AccessDenied("the call has no offer of a session")
-        if not offer.claims and offer.port not in self.ports:
-            ports = " or ".join(map(str, sorted(self.ports)))
+        if not offer.claims and not (offer.port in self.ports and _is_reached(offer.host, self.hosts)):
+            ports, hosts = (" or ".join(map(str, sorted(each))) for each in (self.ports, self.hosts))
             raise AccessDenied(
-                f"this server listens on port {ports}, but its caller dials {offer.port}, so another program passes the calls on. If that "
-                f"is your own tunnel or proxy, give it the same port, or set PACELINE_COORDINATOR_PORT={ports} for the caller"
+                f"this server listens on port {ports} of {hosts}, but its caller dials port {offer.port} of {offer.host[:80]}, so "
+                "another program passes the calls on. If that is your own tunnel or proxy, give it the same port and address, "
+                f"or set PACELINE_COORDINATOR_PORT={ports} for the caller"
             )
         count = next(self._issued).to_bytes(COUNTER_BYTES, "big")
         nonce = count + self._tag(count, sent)
@@ -108,15 +113,33 @@ class Sessions:
         return mac(self._secret, count, sent)[: ISSUED_BYTES - COUNTER_BYTES]
 
     def _take(self, session: int, number: int) -> bool:
-        numbers = self._numbers.get(session)
+        numbers = self._numbers.pop(session, None)
         if numbers is None:
             if session <= self._ended:
                 return False
-            numbers = self._numbers[session] = _Numbers()
+            numbers = _Numbers()
+        self._numbers[session] = numbers
         if len(self._numbers) > self._max:
-            self._ended = min(self._numbers)
-            del self._numbers[self._ended]
+            longest_unused = next(iter(self._numbers))
+            del self._numbers[longest_unused]
+            self._ended = max(self._ended, longest_unused)
         return numbers.take(number)
+
+
+def _is_reached(host: str, listening: frozenset[str]) -> bool:
+    """Return whether a caller that dials `host` can reach a server that listens on these addresses. Programs of other users
+    can take the same port of another loopback address. An empty host is not compared."""
+    addresses = [ip_address(each.partition("%")[0]) for each in listening]
+    if not host or any(each.is_unspecified for each in addresses):
+        return True
+    try:
+        dialled = ip_address(host)
+    except ValueError:  # a name
+        return any(not each.is_loopback for each in addresses)
+    dialled = getattr(dialled, "ipv4_mapped", None) or dialled
+    if dialled.is_loopback or dialled.is_unspecified:
+        return dialled in addresses
+    return any(not each.is_loopback for each in addresses)
 
 
 def _parsed(kind: type[MessageT], sent: bytes) -> MessageT:

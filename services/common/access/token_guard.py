@@ -139,9 +139,11 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         if details.method == PROVE:
             return grpc.stream_unary_rpc_method_handler(self._prove)
         handler: Any = await continuation(details)
-        if handler is None or details.method.startswith(OPEN):
+        sent = dict(details.invocation_metadata or ())
+        if details.method.startswith(OPEN) or (handler is None and SESSION not in sent):
             return handler  # type: ignore[no-any-return]
-        return self._guarded(handler, details.method.lstrip("/"), dict(details.invocation_metadata or ()))
+        handler = handler or grpc.stream_unary_rpc_method_handler(_unimplemented)  # a proven answer too
+        return self._guarded(handler, details.method.lstrip("/"), sent)
 
     async def _prove(self, requests: AsyncIterator[Any], context: Context) -> bytes:
         """Answer `Prove`, to anybody; the request is not read."""
@@ -225,7 +227,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             if handler.response_streaming and SESSION in sent:
                 await context.send_initial_metadata(tuple(context.trailing_metadata() or ()))
             right = self._rights.get(method)
-            _check_role(method, right, caller)
+            if handler.stream_unary is not _unimplemented:
+                _check_role(method, right, caller)
             set_caller(caller)
             if handler.request_streaming:
                 return caller, requests
@@ -318,6 +321,10 @@ def worker_guard(coordinator: str = "", call_key: Callable[[], bytes] = bytes) -
 def _log_refusal(call: Call) -> None:
     if call.code in OF_GUARD:
         seldom.warning("call", "refused a call of %s from %s: %s", call.method, address_of(call.peer), call.details)
+
+
+async def _unimplemented(requests: Any, context: Context) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have the method")
 
 
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:

@@ -164,6 +164,8 @@ class GrpcServer:
         self.people_port = None if people_port is None else self._listen(people_port, folder, False)
         if guard is not None:
             guard.sessions.ports = frozenset(each for each in (self.port, self.people_port) if each)
+            found = socket.getaddrinfo(host.strip("[]"), self.port, type=socket.SOCK_STREAM)
+            guard.sessions.hosts = frozenset(str(each[4][0]) for each in found)
 
     def _listen(self, port: int, folder: TlsFolder | None, mutual: bool) -> int:
         # Checked before gRPC tries, because gRPC writes a line to stderr.

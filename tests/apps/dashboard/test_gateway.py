@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -18,6 +18,7 @@ from trained_ledger import RUN_ID, Writer
 from paceline.apps.dashboard.app import HEADERS, Dashboard, Pieces
 from paceline.apps.dashboard.backends import Backend, CoordinatorBackend, methods
 from paceline.apps.dashboard.gateway import Gateway
+from paceline.calls.proof import unproven
 from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.local import ledger_calls
 from paceline.services.local.ledger_calls import LedgerCalls
@@ -232,3 +233,19 @@ async def test_records_are_compared_while_others_are_read(
         assert (status, report["problems"]) == (200, [])
         status, error = await dashboard.call(f"{RECORDS}/VerifyRun", {"runId": "nosuch"}, Role.READER)
         assert (status, error["code"]) == (404, "not_found")
+
+
+async def test_a_mistyped_token_is_no_valid_key(tmp_path: Path) -> None:
+    class Squatted:
+        async def call(self, method: Any, request: Any, token: str = "") -> Any:
+            raise unproven("there", "it says the call has another token")
+
+        async def close(self) -> None:
+            pass
+
+    async with asking(cast(Any, Squatted()), tmp_path) as client, aiohttp.ClientSession() as session:
+        headers = {"Authorization": "Bearer plt_mistyped"}
+        async with session.post(f"{client.base}/{RUNS}/List", json={}, headers=headers) as response:
+            answer = await response.json()
+    assert response.status == 401
+    assert "no valid key" in str(answer)

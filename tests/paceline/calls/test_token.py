@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paceline.calls.token import is_same, make_token, metadata, read_token, token_path
+from paceline.calls.token import is_same, known_token, make_token, metadata, read_token, token_path
 from paceline.errors import InvalidInput
 from paceline.services.cli.main import main
 
@@ -48,6 +48,13 @@ def test_the_variable_goes_before_the_directory(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv("PACELINE_TOKEN_FILE")
     assert token_path(tmp_path / "token") == tmp_path / "token"
     assert token_path() == Path("runs/token")
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999999999", "x", "-1"])
+def test_an_impossible_port_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setenv("PACELINE_COORDINATOR_PORT", port)
+    with pytest.raises(InvalidInput, match="has no port from 1 to 65535"):
+        known_token("127.0.0.1:7070")
 
 
 @pytest.mark.parametrize("command", ["submit x", "runs", "watch x", "members", "generate x", "up"])

@@ -379,3 +379,18 @@ async def test_a_worker_that_gives_a_false_address_gets_neither_token_nor_turn(
     assert [method for method, _ in received] == ["/paceline.v1.AccessService/Prove"]
     assert "authorization" not in received[0][1]
     await server.stop(0)
+
+
+async def test_a_worker_and_its_successor_at_the_same_address_have_their_own_tickets(rollout: Rollout) -> None:
+    await rollout.sample()
+    (before,) = rollout.workers._channels
+    old = rollout.a.listed if rollout.a.listed.member_id == before[0] else rollout.b.listed
+    new = worker_pb2.EngineAddress()
+    new.CopyFrom(old)
+    new.member_id = "successor"
+    rollout.workers.update(worker_pb2.Engines(run_id=RUN, engines=[old, new]))
+    for worker in rollout.workers.list._workers.values():
+        rollout.workers._connection(worker)
+    assert set(rollout.workers._provers) == {before, ("successor", before[1])}
+    rollout.workers.update(worker_pb2.Engines(run_id=RUN, engines=[new]))
+    assert set(rollout.workers._tickets) == set(rollout.workers._channels) == {("successor", before[1])}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,11 +19,22 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from paceline.calls.proof import PROOF, PROVE, SESSION, AioProver, Credential, Session
+from paceline.calls.proof import (
+    PROOF,
+    PROVE,
+    SESSION,
+    AioProver,
+    Credential,
+    ProvenChannel,
+    Session,
+    is_unproven,
+    judged,
+)
 from paceline.calls.token import PORT_VARIABLE, known_token, make_token
 from paceline.client import Client
 from paceline.errors import AccessDenied
-from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access import callers as callers_module
+from paceline.services.common.access.callers import FRESH_S, KEPT_S, TokenCallers, WorkerCallers, _Answer
 from paceline.services.common.access.rights import Caller, CallerRole
 from paceline.services.common.access.sessions import Sessions, issue
 from paceline.services.common.access.token_guard import Call, TokenGuard, worker_guard
@@ -46,6 +58,7 @@ from paceline.v1 import (
     run_pb2,
     run_pb2_grpc,
     worker_pb2,
+    worker_pb2_grpc,
 )
 from paceline.wire import PROTOCOL
 
@@ -100,10 +113,10 @@ class Recorder(grpc.GenericRpcHandler):  # type: ignore[misc]  # its base is unt
 
 
 @asynccontextmanager
-async def squatting(port: int, recorder: Recorder) -> AsyncIterator[int]:
+async def squatting(port: int, recorder: Recorder, host: str = "127.0.0.1") -> AsyncIterator[int]:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((recorder,))
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    bound = server.add_insecure_port(f"{host}:{port}")
     await server.start()
     try:
         yield bound
@@ -204,6 +217,95 @@ async def test_a_squatted_port_gets_no_token_and_the_worker_goes_on_with_the_rea
             await worker.__aexit__(None, None, None)
 
 
+async def test_without_a_token_and_tls_nothing_is_sent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(directory / "late"))
+    welcome = worker_pb2.ConnectResponse(welcome=worker_pb2.Welcome(term=99)).SerializeToString()
+    recorder, welcomes = Recorder({"/paceline.v1.WorkerService/Connect": lambda sent: welcome}), asyncio.Queue[int]()
+    async with squatting(0, recorder) as port, asyncio.timeout(DEADLINE_S):
+        async with joined(port, welcomes):
+            for _ in range(2):
+                with pytest.raises(
+                    AccessDenied, match=r"has no token, because the file .*/late is missing.*--token-file"
+                ):
+                    await asyncio.to_thread(_list_runs, port)
+                await asyncio.sleep(0.3)
+            assert recorder.methods == []
+            assert welcomes.empty()
+            (directory / "late").write_text(token_in(directory))
+            await recorder.until(1)
+            assert set(recorder.methods) == {PROVE}
+        address = f"127.0.0.1:{port}"
+        (directory / "late").unlink()
+        async with grpc.aio.insecure_channel(address) as channel:
+            prover = AioProver(channel, address, lambda: ())
+            signed = await prover.sign("x")
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Connect(metadata=signed.metadata)  # type: ignore[call-arg]
+            with pytest.raises(grpc.aio.AioRpcError, match="neither a token nor TLS"):
+                await prover.check_stream(call, signed)
+
+
+async def test_a_server_cannot_pass_for_the_clients_own_error(directory: Path) -> None:
+    async with coordinator_at(directory) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        prover = AioProver(channel, "there", known_token(f"127.0.0.1:{port}"))
+        signed = await prover.sign(LIST)
+        trailing = grpc.aio.Metadata(("paceline-unproven", "1"))
+        for code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+            forged = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, "no", None)
+            error = judged("there", signed, forged)
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert is_unproven(error)
+            assert not is_unproven(forged)
+        unknown = channel.unary_unary("/paceline.v1.RunService/Newer")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await prover.call("paceline.v1.RunService/Newer", lambda sent: unknown(b"", metadata=sent))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED, "a proven answer"
+
+
+async def _hang(sent: dict[str, Any]) -> bytes:
+    await asyncio.sleep(DEADLINE_S)
+    return b""
+
+
+async def test_calls_wait_for_a_proof_no_longer_than_their_own_limit(directory: Path) -> None:
+    recorder = Recorder({PROVE: _hang})
+    async with squatting(0, recorder) as port, asyncio.timeout(DEADLINE_S):
+        address = f"127.0.0.1:{port}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            prover = AioProver(channel, address, known_token(address))
+            failed = await asyncio.gather(*(prover.sign(LIST, 0.3) for _ in range(8)), return_exceptions=True)
+            assert {cast(grpc.aio.AioRpcError, each).code() for each in failed} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        with grpc.insecure_channel(address) as plain:
+            call = ProvenChannel(plain, address, known_token(address)).unary_unary(f"/{LIST}")
+            calls = [asyncio.to_thread(call, b"", 0.3) for _ in range(4)]
+            failed = await asyncio.gather(*calls, return_exceptions=True)
+            assert {cast(grpc.aio.AioRpcError, each).code() for each in failed} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert set(recorder.methods) == {PROVE}
+
+
+async def test_a_worker_goes_on_without_its_coordinator_and_keeps_refusing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers_module, "CALL_S", 0.2)
+    recorder = Recorder({PROVE: _hang})
+    async with squatting(0, recorder) as port, asyncio.timeout(DEADLINE_S):
+        callers = WorkerCallers(f"127.0.0.1:{port}")
+        ticketed = Caller("ann", frozenset({CallerRole.VIEWER}))
+        assert await callers._caller(b"ann", ticketed) == ticketed, "the coordinator hangs"
+        long_ago_s = time.monotonic() - 2 * KEPT_S
+        callers._answers[b"ann"] = _Answer(None, "the token ann was revoked", long_ago_s)
+        with pytest.raises(AccessDenied, match="was revoked"):
+            await callers._caller(b"ann", ticketed)
+
+        async def ask(token_id: bytes) -> _Answer:
+            return _Answer(ticketed, "", time.monotonic() - FRESH_S)
+
+        monkeypatch.setattr(callers, "_ask", ask)
+        monkeypatch.setattr(callers_module, "MAX_KEPT", 2)
+        for name in (b"ben", b"eve", b"dan"):
+            await callers._caller(name, None)
+        assert list(callers._answers) == [b"ann", b"dan"], "refusals stay"
+
+
 async def test_a_program_on_the_exchanges_port_cannot_answer_for_the_coordinator(directory: Path) -> None:
     welcomes: asyncio.Queue[int] = asyncio.Queue()
     async with asyncio.timeout(DEADLINE_S):
@@ -260,12 +362,49 @@ async def test_a_program_that_passes_calls_on_from_another_port_proves_nothing(
             with pytest.raises(AccessDenied, match="has not proven"):
                 await asyncio.to_thread(_list_runs, other)
             assert recorder.methods == [PROVE]
-            assert f"listens on port {port}, but its caller dials {other}" in refusals[0]
+            assert f"listens on port {port} of 127.0.0.1, but its caller dials port {other} of 127.0.0.1" in refusals[0]
             monkeypatch.setenv(PORT_VARIABLE, str(port))  # the user's own tunnel
             with pytest.raises(AccessDenied):
                 await asyncio.to_thread(_list_runs, other)
             assert recorder.methods == [PROVE, PROVE, f"/{LIST}"], "the proof is the coordinator's"
             assert not recorder.holds(token_in(directory))
+
+
+async def test_a_program_at_another_loopback_address_proves_nothing(directory: Path) -> None:
+    async with coordinator_at(directory) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as real:
+
+        async def pass_on(sent: dict[str, Any]) -> bytes:
+            answer: bytes = await real.unary_unary(PROVE)(b"", metadata=((SESSION, sent[SESSION]),))
+            return answer
+
+        recorder = Recorder({PROVE: pass_on})
+        async with squatting(port, recorder, "127.0.0.2"):
+            with Client(f"127.0.0.2:{port}") as client, pytest.raises(AccessDenied, match="has not proven"):
+                await asyncio.to_thread(client.runs)
+        assert recorder.methods == [PROVE]
+        with Client(f"localhost:{port}") as client:
+            assert await asyncio.to_thread(client.runs) == []
+
+
+@pytest.mark.parametrize(
+    ("listening", "reached", "refused"),
+    [
+        ({"127.0.0.1"}, ["127.0.0.1", ""], ["::1", "127.0.0.2", "10.0.0.1", "host", "0.0.0.0", "::ffff:127.0.0.2"]),
+        ({"::1", "127.0.0.1"}, ["127.0.0.1", "::1", "::ffff:127.0.0.1"], ["127.0.0.2"]),
+        ({"0.0.0.0"}, ["127.0.0.1", "10.0.0.1", "coordinator.pool.svc"], []),
+        ({"10.0.0.1"}, ["10.0.0.1", "10.9.0.1", "coordinator"], ["127.0.0.1", "::1", "::"]),
+    ],
+)
+def test_the_dialled_host_must_lead_to_the_server(listening: set[str], reached: list[str], refused: list[str]) -> None:
+    sessions = Sessions(TokenCallers(lambda: "secret", Path("token")))
+    sessions.ports, sessions.hosts = frozenset({7070}), frozenset(listening)
+    for host in reached + refused:
+        offer = Session(Credential.of_token("secret", 7070, host)).metadata[0][1]
+        if host in reached:
+            sessions.answer(offer)
+            continue
+        with pytest.raises(AccessDenied, match=f"but its caller dials port 7070 of {host}, so another"):
+            sessions.answer(offer)
 
 
 async def test_a_proof_counts_once_and_for_its_method_alone(directory: Path) -> None:
@@ -426,6 +565,19 @@ async def test_a_coordinator_issues_tickets_for_permitted_calls_of_its_members_a
             assert await code_of(member_id="r-2", method=status) is grpc.StatusCode.NOT_FOUND
             assert await code_of(member_id="r-1", method=export) is grpc.StatusCode.PERMISSION_DENIED
             assert await code_of(member_id="r-1", method="paceline.v1.RunService/List") is grpc.StatusCode.NOT_FOUND
+
+
+def test_the_session_in_use_does_not_end_for_newer_ones() -> None:
+    sessions = Sessions(TokenCallers(lambda: "secret", Path("token")), max_sessions=2)
+    sessions.ports = frozenset({7070})
+    used = None
+    for _ in range(4):
+        session = Session(Credential.of_token("secret", 7070))
+        assert session.open(sessions.answer(session.metadata[0][1]).SerializeToString()) == ""
+        used = used or session
+        for each in (session, used):
+            sent = dict(each.sign(LIST).metadata)
+            sessions.check(sent[SESSION], sent[PROOF], LIST)
 
 
 def test_sessions_are_bounded_and_an_ended_one_takes_no_old_proof() -> None:

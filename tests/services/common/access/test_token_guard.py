@@ -67,9 +67,10 @@ def test_the_token_lies_in_the_directory_and_the_process_that_started_the_cluste
 def test_without_the_token_every_call_is_refused_with_the_file_that_would_help(
     cluster: LocalCluster, other_token: Path, tmp_path: Path
 ) -> None:
-    for path, why in ((tmp_path / "none", "no token"), (other_token, "another token")):
+    other = f"the call has another token; this service requires the token in the file {cluster.token_file}"
+    none = f"this process has no token, because the file {tmp_path / 'none'} is missing"
+    for path, wanted in ((tmp_path / "none", none), (other_token, other)):
         with Client(cluster.address, token_file=path) as client:
-            wanted = rf"the call has {why}; this service requires the token in the file {cluster.token_file}"
             for call in (client.runs, client.members, lambda: client.cancel("x")):
                 with pytest.raises(PacelineError, match=wanted):
                     call()
