@@ -124,6 +124,7 @@ def test_a_result_is_taken_though_its_beginning_cannot_be_compared(world: World,
     world.restart()  # its segment is not open any more
     segments.error = error
     assert rollout.finish(lease) == COMMITTED
+    segments.error = None  # verified afterwards
 
 
 async def test_the_coordinator_goes_on_and_asks_again_by_itself(world: World, segments: Segments) -> None:
