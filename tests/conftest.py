@@ -42,13 +42,12 @@ for _VARIABLE in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE
 # a lost one would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# One token for every coordinator that a test starts as a process, for its workers and for the clients here.
-_TOKEN: Path | None = None
-if "PACELINE_TOKEN_FILE" not in os.environ:
-    _FOLDER = tempfile.mkdtemp(prefix="paceline-token-")
-    _TOKEN = Path(_FOLDER, "token")
-    os.environ["PACELINE_TOKEN_FILE"] = str(_TOKEN)
-    atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+# One token for every coordinator that a test starts as a process, for its workers and for the clients here. Each process of
+# pytest-xdist has its own, because the files that run beside each other must not find each other's.
+_FOLDER = tempfile.mkdtemp(prefix="paceline-token-")
+_TOKEN = Path(_FOLDER, "token")
+os.environ["PACELINE_TOKEN_FILE"] = str(_TOKEN)
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 # Bundles of the tests' runs are unpacked in a folder that goes with the tests.
 if "PACELINE_BUNDLE_CACHE" not in os.environ:
@@ -84,7 +83,7 @@ def _environment_put_back() -> Iterator[None]:
 def environment_of_the_next_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """As `environment_of_the_next_test`, for what a fixture of a whole file calls. A token of the file before is removed,
     because clients with a token refuse the servers of tests that know none. The files of e2e share a cluster."""
-    if _TOKEN is not None and "e2e" not in request.path.parts:
+    if "e2e" not in request.path.parts:
         _TOKEN.unlink(missing_ok=True)
     with _environment_put_back():
         yield

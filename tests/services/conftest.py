@@ -64,15 +64,3 @@ async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
     plane = await Plane.started(tmp_path)
     yield plane
     await plane.stop()
-
-
-WITHOUT_PROOFS = ("test_membership.py", "test_pool.py", "test_run_bundles.py", "test_servicer.py")
-"""Tests of servers that know no token, so a token that an earlier file has left must not be proven."""
-
-
-@pytest.fixture(autouse=True)
-def no_token_of_an_earlier_file(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if request.path.name in WITHOUT_PROOFS:
-        monkeypatch.setenv("PACELINE_TOKEN_FILE", str(tmp_path / "no token"))
