@@ -51,7 +51,7 @@ class CoordinatorBackend:
         self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
         self._address, self._token_file = address, token_file
         self._provers: OrderedDict[str, AioProver] = OrderedDict()
-        """Provers of the callers' tokens; that of the dashboard's token has the key ""."""
+        """Provers by the caller's token; the key "" has the prover of the dashboard's token."""
 
     async def call(self, method: Method, request: Any, token: str = "") -> Any:
         call = self._channel.unary_unary(f"/{method.path}", _to_bytes, method.response.FromString)

@@ -218,7 +218,7 @@ def _toml(path: Path) -> dict[str, Any]:
 def _with_files(
     path: Path, key: str, read: Callable[[Path], dict[str, Any]], files_left: int = MAX_DEFAULTS
 ) -> dict[str, Any]:
-    """Return the tree of a file over those of the files that its `key` (`defaults` or `toml_files`) names."""
+    """Return the tree of a file. Its `key` (`defaults` or `toml_files`) names files whose trees are laid under it."""
     tree = read(path)
     below: dict[str, Any] = {}
     for name in listed(tree.pop(key, None)):

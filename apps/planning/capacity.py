@@ -135,8 +135,8 @@ def plan_capacity(
     prompt_tokens: float | None = None,
     completion_tokens: float | None = None,
 ) -> Capacity:
-    """Return the best split; `price` is that of one GPU for an hour. Raises SpecError with the reason if none fits,
-    InvalidInput for impossible lengths."""
+    """Return the best split. `price` is the price of one GPU for an hour. Raises SpecError with the reason if no split
+    fits, InvalidInput for impossible lengths."""
     best: Capacity | None = None
     reasons: list[str] = []
     for ranks, engines, gpus, is_shared in splits(spec, processor, number):

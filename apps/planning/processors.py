@@ -6,9 +6,9 @@ the place and date of its measurement; GPUs are unmeasured: theirs are usual val
 Seconds follow a roofline, with overheads by their number:
 seconds = max(operations / flops_per_s, bytes / bytes_per_s) + Σ number × seconds each
 
-Decoding computes 2 operations for each weight and sequence and reads every weight once a step, whatever the number of
-sequences; keys and values are read for each (Pope et al. 2022, arXiv 2211.05102, section 2). Operations of training are
-those of `paceline/models/shape.py`.
+A decode step computes 2 operations for each weight and sequence. It reads every weight once for all sequences, and keys
+and values for each sequence (Pope et al. 2022, arXiv 2211.05102, section 2). `paceline/models/shape.py` counts the
+operations of training.
 """
 
 from __future__ import annotations

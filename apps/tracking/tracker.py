@@ -113,8 +113,8 @@ class Entry(NamedTuple):
 
 
 def entries(records: Records, run_id: str, *, after: int, time_s: float, names: Style, samples: int) -> Iterator[Entry]:
-    """Yield the entries after a sequence number, oldest first. An event without a time gets that of the event before
-    it, the first one `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
+    """Yield the entries after a sequence number, oldest first. An event without a time gets the time of the event
+    before it, and the first event `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
     for event in records.events(run_id, kinds=KINDS, after=after):
         recorded = event.content.get("time")
         time_s = float(recorded) if isinstance(recorded, int | float) else time_s

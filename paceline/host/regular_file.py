@@ -63,8 +63,6 @@ HEX = re.compile(rb"\s*[0-9a-fA-F]{64}\s*")
 HEAD_BYTES = 64 << 10
 MAX_ENTRIES = 100_000
 """Largest number of files and folders in a folder that somebody has named, with those below it and itself."""
-CACHES = ("answers", "bundles", "data", "inductor", "models", "spool")
-"""Folders in `paceline` of the user's cache."""
 KERNEL = ("/proc", "/sys")
 
 shown: Counter[str] = Counter()
