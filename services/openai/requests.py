@@ -98,7 +98,8 @@ class Ask(BaseModel):
 
     @property
     def stops(self) -> Stops:
-        """Return the stop strings of the request, empty without any; `engine_requests.py` takes the run's if `stop` is None."""
+        """Return the stop strings of the request, empty without any; `engine_requests.py` takes the run's if `stop` is
+        None."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

@@ -1,7 +1,8 @@
 """Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and those
-in `tokens.json`; a worker's services ask the coordinator whose token has an id. An answer counts for FRESH_S, so
-a revoked token is refused within that time; while the coordinator does not answer, its last refusal counts without a
-limit, another last answer for KEPT_S, a caller with the worker's token is a worker, and a caller with a ticket has the ticket's roles.
+in `tokens.json`; a worker's services ask the coordinator whose token has an id. An answer counts for FRESH_S, so a
+revoked token is refused within that time; while the coordinator does not answer, its last refusal counts without a
+limit, another last answer for KEPT_S, a caller with the worker's token is a worker, and a caller with a ticket has the
+ticket's roles.
 
 The token decides the role. The name in a client certificate is recorded, and a call over a connection of a revoked name
 is refused whatever its token. A change of either file takes effect within a second.

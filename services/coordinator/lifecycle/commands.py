@@ -70,9 +70,9 @@ class Commands:
         await self._context.watchers.notify("lease", "batch")
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
-        """Continue a paused run; queue a failed run again, or a paused run whose workers another run has. Files whose faults paused the run are read again; a run
-        with a bundle gets them from a new `bundle`. Raises NotFound, Conflict; InvalidInput for a bundle; DataError
-        and Unreadable for a data set that cannot be used."""
+        """Continue a paused run; queue a failed run again, or a paused run whose workers another run has. Files whose
+        faults paused the run are read again; a run with a bundle gets them from a new `bundle`. Raises NotFound,
+        Conflict; InvalidInput for a bundle; DataError and Unreadable for a data set that cannot be used."""
         changes = await self._resumption.changes(run_id, bundle)
         run = await self._resumption.read(run_id, bundle, changes)
         async with self._context.lock:

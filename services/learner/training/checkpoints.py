@@ -2,8 +2,8 @@
 
 A checkpoint that cannot be written causes a warning, and the run continues without it; only the last one is retried.
 All ranks call `load`, `begin`, `finish` and `save_last` at the same point. A separate thread deletes old checkpoints.
-Reading the checkpoint that the session begins from is retried (a mount may be late). After the last attempt, and at once if the
-checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
+Reading the checkpoint that the session begins from is retried (a mount may be late). After the last attempt, and at
+once if the checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
 
 Checkpoints for an object store are written to this machine's spool and uploaded from there, while training continues
 even if the store does not answer (`learner/checkpoints/upload_queue.py`), and reported once they are whole in the
@@ -155,9 +155,9 @@ class SessionCheckpoints:
         return self._writer.in_progress and not self._writer.ready
 
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
-        """Load the checkpoint that the session begins from. Raises the same error on all ranks: CheckpointFault if it is missing,
-        damaged or unreadable, Misfit for another model, WrongKey for another storage key, Unavailable if its store
-        does not answer."""
+        """Load the checkpoint that the session begins from. Raises the same error on all ranks: CheckpointFault if it
+        is missing, damaged or unreadable, Misfit for another model, WrongKey for another storage key, Unavailable if
+        its store does not answer."""
         if not self._assignment.checkpoint_path:
             return
         for pause_s in LOAD_PAUSES_S:
