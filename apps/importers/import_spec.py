@@ -130,7 +130,7 @@ def _converted(library: str, path: Path, processes: int, command: str = "") -> C
                 if path.suffix == ".py"
                 else python_script.read_command(path.read_text(encoding="utf-8")[:MAX_BYTES], str(path))
             )
-            done = trl.convert(script.settings, processes=processes, algorithm=script.algorithm)
+            done = trl.convert(script.settings, processes=processes, config=script.config)
             done.notes[:0] = script.notes
             done.files |= script.files
             return done
@@ -179,6 +179,7 @@ MAX_DEFAULTS = 8
 MAX_BYTES = 1 << 20
 _REFERENCE = re.compile(r"\$\{(\.*[A-Za-z_][\w.]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.]*)=(.*)$", re.S)
 
 
@@ -196,6 +197,8 @@ def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
         for word in command:
             match = _OVERRIDE.match(word)
             if not match or "." not in match[1]:
+                if _VARIABLE.fullmatch(word):
+                    notes.append(f"only a run of the script knows whether {word} has more settings; set them by hand")
                 continue
             if unknown := shell.unresolved(match[2]):
                 notes.append(f"{match[1]} is {match[2]}, and only a run of the script knows {unknown}; set it by hand")
@@ -203,7 +206,7 @@ def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
                 found[match[1]] = scalar(match[2])
     if not found:
         raise SpecError(f"{path} has no override such as data.train_files=train.parquet; name the YAML or the script")
-    return found, notes
+    return found, list(dict.fromkeys(notes))
 
 
 def _toml(path: Path) -> dict[str, Any]:

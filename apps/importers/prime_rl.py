@@ -17,6 +17,8 @@ TRAINER = ("optim", "scheduler", "loss")
 GROUP = ("orchestrator.rollouts_per_example", "orchestrator.group_size", "orchestrator.train.group_size")
 GROUP_SIZE = 8
 """Number of completions of each prompt that the spec gets if the file has only one."""
+MAX_AGE = 8
+"""prime-rl's max_off_policy_steps if the file does not set it (prime_rl.configs.orchestrator at 559b447)."""
 SAMPLING = ("orchestrator.sampling", "orchestrator.train.sampling")
 SOURCES = "orchestrator.train.source"
 ENVIRONMENTS = ("orchestrator.env", "orchestrator.train.env", "orchestrator.environment", SOURCES)
@@ -119,7 +121,7 @@ def _objective(done: Conversion) -> None:
     done.move("trainer.loss.dppo_mask_low", "loss_fn.dppo_mask_low")
     done.move("trainer.loss.dppo_mask_high", "loss_fn.dppo_mask_high")
     done.move("trainer.loss.kl_tau", "loss_fn.dppo_square_penalty")
-    oldest = done.take("orchestrator.max_off_policy_steps", done.take("max_off_policy_steps"))
+    oldest = done.take("orchestrator.max_off_policy_steps", done.take("max_off_policy_steps", MAX_AGE))
     if isinstance(oldest, int):
         done.put("async_grpo.hard_max_age", oldest)
         if oldest == 0:

@@ -20,18 +20,9 @@ from typing import Any
 
 from paceline.apps.importers import shell
 from paceline.apps.importers.conversion import plain, scalar
-from paceline.apps.importers.trl import BUILT_IN
+from paceline.apps.importers.trl import BUILT_IN, CLASSES
 from paceline.errors import SpecError
 
-CONFIGS = {
-    "GRPOConfig": "grpo",
-    "SFTConfig": "sft",
-    "DPOConfig": "dpo",
-    "KTOConfig": "kto",
-    "ORPOConfig": "orpo",
-    "RewardConfig": "rm",
-}
-"""Paceline's algorithm for each of TRL's configuration classes."""
 TRAINER_ARGUMENTS = (
     "model", "args", "train_dataset", "eval_dataset", "reward_funcs", "processing_class", "tokenizer", "peft_config",
     "callbacks", "data_collator", "compute_metrics", "ref_model",
@@ -39,8 +30,11 @@ TRAINER_ARGUMENTS = (
 """Arguments of a trainer that are read, or need no counterpart."""
 PARSERS = ("TrlParser", "HfArgumentParser")
 """Classes that read the settings from the command line."""
-SCRIPTS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}
-"""Paceline's algorithm for each of TRL's commands (`trl grpo --…`)."""
+SCRIPTS = {
+    "grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "kto": "KTOConfig",
+    "reward": "RewardConfig",
+}  # fmt: skip
+"""Configuration class of each of TRL's commands (`trl grpo --…`)."""
 IMAGES = ("image", "images", "AutoModelForImageTextToText", "AutoProcessor")
 """Columns and classes of samples with images."""
 MAX_BYTES = 1 << 20
@@ -55,7 +49,8 @@ class Unread:
 
 @dataclass(frozen=True)
 class Script:
-    algorithm: str
+    config: str
+    """Configuration class, one of CLASSES; empty if the settings decide."""
     settings: dict[str, Any]
     notes: list[str]
     files: dict[str, str] = field(default_factory=dict)
@@ -175,11 +170,11 @@ class _Reader:
         for unknown, text in unread.items():
             self._notes.append(f"{unknown} is {text} in the script, which was not run; set it by hand")
         kept = {name: value for name, value in settings.items() if name not in unread}
-        return Script(CONFIGS[name], kept, self._notes, files)
+        return Script(name, kept, self._notes, files)
 
     def _config(self) -> tuple[ast.Call | None, str]:
         """Return the call that makes the configuration, None if a parser makes it, and the configuration's class."""
-        config = next((call for call in self._calls if _name(call.func) in CONFIGS), None)
+        config = next((call for call in self._calls if _name(call.func) in CLASSES), None)
         if config is not None:
             return config, _name(config.func)
         is_parsed = any(_name(call.func) in PARSERS for call in self._calls)
@@ -189,13 +184,13 @@ class _Reader:
         names = [_name(part) for part in parsed if _name(part).endswith("Config")]
         names += [_name(call.func) for call in self._calls if _name(call.func).endswith("Config")]
         own = [name for name in names if name not in ("ModelConfig", "LoraConfig", "BitsAndBytesConfig")]
-        if known := [name for name in own if name in CONFIGS]:
+        if known := [name for name in own if name in CLASSES]:
             return None, known[0]
         if own:
-            raise SpecError(f"{self._path}: {own[0]} has no counterpart; only {', '.join(CONFIGS)} can be imported")
+            raise SpecError(f"{self._path}: {own[0]} has no counterpart; only {', '.join(CLASSES)} can be imported")
         if not self._tree.body:
             raise SpecError(f"{self._path} has only comments; name the script that they point to")
-        raise SpecError(f"{self._path} has none of {', '.join(CONFIGS)}; name the script or the recipe that has one")
+        raise SpecError(f"{self._path} has none of {', '.join(CLASSES)}; name the script or the recipe that has one")
 
     def _command_line(self, command: str) -> dict[str, Any]:
         if command:

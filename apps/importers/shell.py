@@ -92,7 +92,7 @@ class _Scanner:
                 self._at = match.end()
                 self._assign(match[1], bool(match[2]))
             else:
-                words = self._word()
+                words = self._word(splits=True)
                 if is_first and words and (words[0] in _KEYWORDS or words[0] in _DECLARE or words[0] == ":"):
                     self._branches += (words[0] in ("if", "case")) - (words[0] in ("fi", "esac"))
                     declares = words[0] in _DECLARE
@@ -115,12 +115,16 @@ class _Scanner:
         return len(self._text) if end < 0 else end
 
     def _set(self, name: str, values: list[str]) -> None:
-        """Set a variable; one that two branches set to different values is known only to a run."""
+        """Set a variable; one that two branches set to different values is known only to a run. Of a value that branches
+        lengthen, the beginning stays."""
         before = self._variables.get(name) or [""]
         is_doubtful = self._branches > 0 and before != [""] and before != values
         if sum(map(len, values)) > MAX_VALUE:
             raise SpecError(f"the script's variable {name!r:.80} has more than {MAX_VALUE} characters")
-        self._variables[name] = [f"${{{name}}}"] if is_doubtful else values
+        if is_doubtful:
+            known = before[0].removesuffix(f" ${{{name}}}") if values[0].startswith(before[0]) else ""
+            values = [f"{known} ${{{name}}}".lstrip()]
+        self._variables[name] = values
 
     def _assign(self, name: str, append: bool) -> None:
         if self._text[self._at : self._at + 1] != "(":
@@ -137,12 +141,13 @@ class _Scanner:
             elif self._text[self._at] in ";|&<>(" or self._text.startswith("\\\n", self._at):
                 self._at += 1  # a word cannot begin here
             else:
-                values += self._word()
+                values += self._word(splits=True)
         self._at += 1
         self._set(name, [*(self._variables.get(name, []) if append else []), *values])
 
-    def _word(self) -> list[str]:
-        """Return the next word, split into several if it is an array (`${NAME[@]}`)."""
+    def _word(self, *, splits: bool = False) -> list[str]:
+        """Return the next word; several for an array (`${NAME[@]}`), and with `splits` for a variable outside quotes
+        whose value has spaces."""
         parts = [""]
         while self._at < len(self._text):
             letter = self._text[self._at]
@@ -156,7 +161,15 @@ class _Scanner:
                 self._at += 1
                 self._quoted(parts)
             elif letter == "$":
+                is_variable, place, length = (
+                    self._text[self._at + 1 : self._at + 2] != "(",
+                    len(parts) - 1,
+                    len(parts[-1]),
+                )
                 self._expand(parts)
+                if splits and is_variable:
+                    first, *others = re.split(r"\s+", parts[place][length:])
+                    parts[place : place + 1] = [parts[place][:length] + first, *others]
             elif self._text.startswith("\\\n", self._at):
                 break
             elif letter == "\\":
@@ -174,6 +187,8 @@ class _Scanner:
         while self._at < len(self._text) and self._text[self._at] != '"':
             if self._text[self._at] == "$":
                 self._expand(parts)
+            elif self._text.startswith("\\\n", self._at):
+                self._at += 2
             else:
                 self._at += self._text[self._at] == "\\" and self._text[self._at + 1 : self._at + 2] in ('"', "\\", "$")
                 parts[-1] += self._text[self._at : self._at + 1]

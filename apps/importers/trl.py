@@ -26,16 +26,43 @@ OPEN_R1 = (
     "code_format", "tag_count", "soft_overlong_punishment", "weighted_binary_code",
 )  # fmt: skip
 """Names of open-r1's other reward functions, which have no counterpart."""
-DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500}
-"""TRL's defaults that differ from Paceline's; they are written even if the configuration leaves them out."""
+_EXAMPLES = {"beta": 0.1, "max_length": 1024}
+_SAMPLES = {"max_completion_length": 512}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "": {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500},
+    "GRPOConfig": _SAMPLES,
+    "RLOOConfig": {**_SAMPLES, "num_generations": 2, "beta": 0.05},
+    "AsyncGRPOConfig": {"max_completion_length": 2048, "lr_scheduler_type": "constant", "max_staleness": 4},
+    "SFTConfig": {"learning_rate": 2e-5, "max_length": 1024},
+    "DPOConfig": _EXAMPLES,
+    "KTOConfig": _EXAMPLES,
+    "ORPOConfig": _EXAMPLES,
+    "RewardConfig": {"learning_rate": 1e-4, "max_length": 1024, "center_rewards_coefficient": 0.0},
+}
+"""Maps each configuration class of TRL f2cd577 (July 2026) to its defaults that differ from Paceline's, and "" to those
+of all classes; they are written even if the configuration leaves them out."""
+CLASSES = {
+    "GRPOConfig": "grpo", "RLOOConfig": "grpo", "AsyncGRPOConfig": "grpo", "SFTConfig": "sft", "DPOConfig": "dpo",
+    "KTOConfig": "kto", "ORPOConfig": "orpo", "RewardConfig": "rm",
+}  # fmt: skip
+"""Paceline's algorithm for each of TRL's configuration classes."""
+CORRECTIONS = {
+    "token_truncate": "tis",
+    "token_mask": "icepop",
+    "sequence_truncate": "sequence_tis",
+    "sequence_mask": "sequence_mask",
+}
+"""Our `loss_fn.truncated_importance_sampling_type` for each vllm_importance_sampling_mode."""
 ONLY_GRPO = ("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "epsilon")
 PROMPT_TOKENS = 1024
 
 
-def convert(settings: dict[str, Any], *, processes: int = 1, algorithm: str = "") -> Conversion:
-    """Return the conversion of TRL's settings by name, for a training on `processes` GPUs."""
+def convert(settings: dict[str, Any], *, processes: int = 1, config: str = "") -> Conversion:
+    """Return the conversion of TRL's settings by name, for a training on `processes` GPUs. `config` names the
+    configuration class, one of CLASSES; if it is empty, the settings decide."""
     settings = {name: plain(value) for name, value in settings.items()}
-    done = Conversion("trl", {**DEFAULTS, **settings}, algorithm or _algorithm(settings))
+    config = config or _config(settings)
+    done = Conversion("trl", {**DEFAULTS[""], **DEFAULTS[config], **settings}, CLASSES[config])
     if done.algorithm != "grpo":
         done.put("algorithm", done.algorithm)
     _batch(done, processes)
@@ -44,16 +71,18 @@ def convert(settings: dict[str, Any], *, processes: int = 1, algorithm: str = ""
     _optimizer(done)
     if done.algorithm not in EXAMPLES:
         _rewards(done)
-        _objective(done)
+        _objective(done, config)
+    if done.algorithm == "orpo":
+        done.move("beta", "orpo.odds_ratio_weight")
     _evaluation(done)
     done.carry()
     return done
 
 
-def _algorithm(settings: dict[str, Any]) -> str:
+def _config(settings: dict[str, Any]) -> str:
     if any(name in settings for name in ONLY_GRPO):
-        return "grpo"
-    return "dpo" if "beta" in settings else "sft"
+        return "GRPOConfig"
+    return "DPOConfig" if "beta" in settings else "SFTConfig"
 
 
 def _batch(done: Conversion, processes: int) -> None:
@@ -100,7 +129,7 @@ def _steps(done: Conversion, updates: int) -> None:
 def _lengths(done: Conversion) -> None:
     if done.algorithm in EXAMPLES:
         return
-    completion = done.take("max_completion_length", 256)
+    completion = done.take("max_completion_length")
     prompt = done.take("max_prompt_length", PROMPT_TOKENS)
     total = done.take("vllm_max_model_length", done.take("vllm_max_model_len", prompt + completion))
     done.put("policy.generation.max_new_tokens", completion)
@@ -162,7 +191,16 @@ def _rewards(done: Conversion) -> None:
         done.put("rewards", rewards)
 
 
-def _objective(done: Conversion) -> None:
+def _objective(done: Conversion, config: str) -> None:
+    if config == "AsyncGRPOConfig":
+        done.put("async_grpo.max_trajectory_age_steps", done.take("max_staleness"))
+        done.put("loss_fn.ratio_anchor", "behaviour")
+        done.put("loss_fn.truncated_importance_sampling_ratio", None)
+    else:
+        done.notes.append(
+            "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; 0 is TRL's order"
+        )
+        _engine_correction(done)
     _clip(done)
     if done.take("multi_objective_aggregation") == "normalize_then_sum":
         done.take("scale_rewards")
@@ -174,20 +212,28 @@ def _objective(done: Conversion) -> None:
         done.put("loss_fn.reference_policy_sync_mix", done.take("ref_model_mixup_alpha", 0.6))
     else:
         done.take("ref_model_mixup_alpha")
-    kind = done.take("loss_type", "dapo")
+    kind = done.take("loss_type", "rloo" if config == "RLOOConfig" else "dapo")
     if kind in ("grpo", "dapo", "dr_grpo", "bnpo"):
         done.put("loss_fn.reduction", kind)
-    elif kind in ("cispo", "sapo", "vespo", "luspo"):
+    elif kind in ("cispo", "sapo", "vespo", "luspo", "rloo"):
         done.put("loss_fn.preset", kind)
     else:
         done.leave_out("loss_type", "the key loss_fn.preset lists the possible objectives")
-    if done.settings.get("vllm_importance_sampling_correction") is False:
-        done.put("loss_fn.truncated_importance_sampling_ratio", None)
-        done.used |= {"vllm_importance_sampling_mode", "vllm_importance_sampling_cap"}
-    done.take("vllm_importance_sampling_correction")
-    done.notes.append(
-        "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; 0 is TRL's order"
-    )
+
+
+def _engine_correction(done: Conversion) -> None:
+    """Set the weight that corrects for the engine. TRL has it with vLLM alone; sampling ahead of training needs one."""
+    section = "loss_fn.truncated_importance_sampling"
+    kind, low = done.take("vllm_importance_sampling_mode"), done.take("vllm_importance_sampling_clip_min")
+    names = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+    bounds = [done.take(name) for name in names if name in done.settings]
+    if done.take("vllm_importance_sampling_correction") is False:
+        done.put(f"{section}_ratio", None)
+    elif kind or bounds or low or done.settings.get("use_vllm"):
+        done.put(f"{section}_type", CORRECTIONS[kind or "sequence_mask"])
+        done.put(f"{section}_ratio", bounds[0] if bounds else 3.0)
+        if low is not None:
+            done.put(f"{section}_ratio_min", low)
 
 
 def _clip(done: Conversion) -> None:

@@ -17,6 +17,28 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        f"{ACTOR}.ppo_mini_batch_size": 256,
+        f"{ACTOR}.clip_ratio_c": 3.0,
+        f"{ROLLOUT}.n": 1,
+    },
+    "sft": {
+        "data.train_batch_size": 256,
+        "data.max_length": 1024,
+        "optim.lr": 1e-5,
+        "optim.betas": [0.9, 0.95],
+        "optim.lr_warmup_steps_ratio": 0.1,
+        "optim.lr_scheduler": "cosine",
+    },
+}
+"""Values of verl/trainer/config (ppo_trainer.yaml, sft_trainer.yaml) at b178a3c, January 2026, that differ from
+Paceline's; they are written even if the configuration leaves them out."""
+EPOCHS = {"grpo": 30, "sft": 4}
+"""verl's trainer.total_epochs, if trainer.total_training_steps is not set."""
 ADAPTER = "verl_rewards.py"
 OWN = '''"""The reward function of {file}, with the signature that Paceline calls."""
 
@@ -57,7 +79,10 @@ def reward(prompts, completions, reward_model, **columns):
 
 def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:
     settings = {name: plain(value) for name, value in settings.items()}
-    done = Conversion("verl", settings, algorithm or ("sft" if "model.partial_pretrain" in settings else "grpo"))
+    algorithm = algorithm or ("sft" if "model.partial_pretrain" in settings else "grpo")
+    done = Conversion("verl", {**DEFAULTS[algorithm], **settings}, algorithm)
+    if done.settings.get("trainer.total_training_steps") is None:
+        done.settings.setdefault("trainer.total_epochs", EPOCHS[algorithm])
     if done.algorithm == "sft":
         done.put("algorithm", "sft")
     else:
@@ -86,6 +111,8 @@ def _objective(done: Conversion) -> None:
     mode = done.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     if mode == "cispo" and (done.settings.get(f"{ACTOR}.clip_ratio_low") or 0) >= 1:
         done.take(f"{ACTOR}.clip_ratio_low")  # no lower bound
+    if mode != "vanilla":
+        done.take(f"{ACTOR}.clip_ratio_c")  # verl's other losses do not read it
     clip = done.take(f"{ACTOR}.clip_ratio")
     if clip is not None:
         done.put("loss_fn.ratio_clip_min", clip)

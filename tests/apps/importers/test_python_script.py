@@ -43,7 +43,7 @@ def test_literals_are_read_and_other_expressions_are_named(tmp_path: Path) -> No
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     script = read_script(path)
-    assert script.algorithm == "grpo"
+    assert script.config == "GRPOConfig"
     assert script.settings == {
         "learning_rate": 1e-6,
         "num_generations": 4,
@@ -112,7 +112,7 @@ def test_a_script_with_a_parser_takes_the_command_of_its_docstring(tmp_path: Pat
     path = tmp_path / "parsed.py"
     path.write_text(PARSED)
     script = read_script(path)
-    assert script.algorithm == "grpo"
+    assert script.config == "GRPOConfig"
     assert script.settings == {
         "model_name_or_path": "org/model", "learning_rate": 1e-5, "use_peft": True, "remove_unused_columns": False,
         "lora_target_modules": ["q_proj", "v_proj"], "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
@@ -149,15 +149,15 @@ def test_a_script_without_a_counterpart_is_refused(tmp_path: Path, text: str, me
 
 def test_a_command_in_a_shell_script_is_read() -> None:
     script = read_command("MODEL=org/model\ntrl dpo --model_name_or_path $MODEL --beta 0.2 --bf16\n", "run.sh")
-    assert (script.algorithm, script.settings) == (
-        "dpo",
+    assert (script.config, script.settings) == (
+        "DPOConfig",
         {"model_name_or_path": "org/model", "beta": 0.2, "bf16": True},
     )
 
 
 def test_a_command_of_trl_without_a_counterpart_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"run\.sh runs trl rloo, which has no counterpart"):
-        read_command("trl rloo --model_name_or_path m\n", "run.sh")
+    with pytest.raises(SpecError, match=r"run\.sh runs trl vllm_serve, which has no counterpart"):
+        read_command("trl vllm_serve --model_name_or_path m\n", "run.sh")
 
 
 def test_a_value_of_the_docstrings_command_that_only_a_run_knows_is_noted(tmp_path: Path) -> None:

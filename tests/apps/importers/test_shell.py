@@ -92,3 +92,13 @@ def test_an_unknown_variable_is_noted_and_not_written(tmp_path: Path) -> None:
     assert tree["async_grpo"] == {"max_trajectory_age_steps": 0}
     assert tree["loss_fn"]["truncated_importance_sampling_ratio"] is None
     assert tree["grpo"]["val_at_start"] is True
+
+
+def test_a_variable_outside_quotes_is_several_words() -> None:
+    script = 'MORE="a.b=1 \\\n  a.c=$N"\nN=3\nrun $MORE "$MORE" x$MORE\n'
+    assert commands(script) == [["run", "a.b=1", "a.c=$N", "a.b=1   a.c=$N", "xa.b=1", "a.c=$N"]]
+
+
+def test_the_beginning_of_a_value_that_a_branch_lengthens_stays() -> None:
+    script = 'ALL="a.b=1"\nif true; then\n  ALL="$ALL a.c=2"\nelse\n  ALL="$ALL a.d=3"\nfi\nrun $ALL\n'
+    assert commands(script)[-1] == ["run", "a.b=1", "${ALL}"]

@@ -53,8 +53,69 @@ def test_defaults_that_differ_are_written() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # values of trl/trainer/*_config.py and trl/experimental at f2cd577
+        ("SFTConfig", {"algorithm": "sft", "policy.optimizer.lr": 2e-5, "policy.max_total_sequence_length": 1024}),
+        (
+            "RewardConfig",
+            {"policy.optimizer.lr": 1e-4, "policy.max_total_sequence_length": 1024, "rm.centring": 0.0},
+        ),
+        ("DPOConfig", {"dpo.reference_policy_kl_penalty": 0.1, "policy.max_total_sequence_length": 1024}),
+        ("KTOConfig", {"kto.reference_policy_kl_penalty": 0.1, "policy.max_total_sequence_length": 1024}),
+        ("ORPOConfig", {"orpo.odds_ratio_weight": 0.1, "policy.max_total_sequence_length": 1024}),
+        ("GRPOConfig", {"policy.generation.max_new_tokens": 512, "grpo.num_generations_per_prompt": 8}),
+        (
+            "RLOOConfig",
+            {
+                "policy.generation.max_new_tokens": 512,
+                "grpo.num_generations_per_prompt": 2,
+                "loss_fn.preset": "rloo",
+                "loss_fn.reference_policy_kl_penalty": 0.05,
+            },
+        ),
+        (
+            "AsyncGRPOConfig",
+            {
+                "policy.generation.max_new_tokens": 2048,
+                "async_grpo.max_trajectory_age_steps": 4,
+                "loss_fn.ratio_anchor": "behaviour",
+                "loss_fn.truncated_importance_sampling_ratio": None,
+                "policy.scheduler.name": "constant",
+            },
+        ),
+    ],
+)
+def test_each_class_has_its_defaults(config: str, expected: dict[str, Any]) -> None:
+    tree = convert(BASE, config=config).tree
+    found = {key: tree for key in expected}
+    for key in expected:
+        for part in key.split("."):
+            found[key] = found[key][part]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
     ("settings", "section", "expected"),
     [
+        (
+            {"use_vllm": True},
+            "loss_fn",
+            {"truncated_importance_sampling_type": "sequence_mask", "truncated_importance_sampling_ratio": 3.0},
+        ),
+        (
+            {
+                "vllm_importance_sampling_mode": "token_truncate",
+                "vllm_importance_sampling_clip_max": 2.0,
+                "vllm_importance_sampling_clip_min": 0.5,
+            },
+            "loss_fn",
+            {
+                "truncated_importance_sampling_type": "tis",
+                "truncated_importance_sampling_ratio": 2.0,
+                "truncated_importance_sampling_ratio_min": 0.5,
+            },
+        ),
         ({"epsilon": 0.1}, "loss_fn", {"ratio_clip_min": 0.1, "ratio_clip_max": 0.1}),
         ({"epsilon": 0.1, "epsilon_high": 0.3}, "loss_fn", {"ratio_clip_min": 0.1, "ratio_clip_max": 0.3}),
         ({"loss_type": "bnpo"}, "loss_fn", {"reduction": "bnpo"}),

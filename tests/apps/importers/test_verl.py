@@ -48,6 +48,21 @@ def test_a_setting_by_our_name(settings: dict[str, Any], section: str, expected:
     assert {name: tree[name] for name in expected} == expected
 
 
+def test_defaults_that_differ_are_written() -> None:
+    tree = convert({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}).tree
+    assert tree["grpo"] | {"num_prompts_per_step": 1024, "max_num_epochs": 30} == tree["grpo"]
+    assert tree["policy"]["num_updates_per_step"] == 4
+    assert tree["policy"]["max_total_sequence_length"] == 1024
+    assert tree["policy"]["generation"]["max_new_tokens"] == 512
+    assert tree["loss_fn"]["ratio_clip_c"] == 3.0
+    assert "max_num_epochs" not in convert({"trainer.total_training_steps": 100}).tree["grpo"]
+    supervised = convert({"model.partial_pretrain": "m"})
+    assert supervised.tree["policy"]["optimizer"] == {"lr": 1e-5, "betas": [0.9, 0.95]}
+    assert supervised.tree["policy"]["scheduler"] == {"warmup_ratio": 0.1, "name": "cosine"}
+    assert supervised.tree["sft"] == {"num_examples_per_step": 256, "max_num_epochs": 4}
+    assert supervised.left_out == []
+
+
 def test_the_adapter_calls_the_function_with_verls_arguments(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(COMPUTE_SCORE)
     done = convert({"custom_reward_function.path": "score.py"})
