@@ -157,7 +157,7 @@ class Rank0HostChannel(HostChannel):
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return False, because rank 0 writes the object store alone."""
+        """Return False, because only rank 0 writes to the object store."""
         self._store.check()
         return False
 

@@ -91,8 +91,8 @@ class WorkerExtension:
     weight_transfer_engine: SegmentTransfer
 
     def paceline_make_stage_buffers(self) -> None:
-        """Make the memory in which a later pipeline stage receives the earlier one's output, because vLLM makes it only
-        in its warm-up, skipped on a CPU without compilation."""
+        """Make the memory in which a later pipeline stage receives the earlier stage's output. vLLM makes this memory
+        only during its warm-up, and skips the warm-up on CPUs if compilation is off."""
         from vllm.distributed import get_pp_group
 
         runner = self.model_runner

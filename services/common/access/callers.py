@@ -210,7 +210,7 @@ CALL_S = 5.0
 MAX_KEPT = 1024
 """Largest number of the coordinator's answers that are kept; refusals and the newest others stay."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
-"""Name of a caller with the worker's token while the coordinator does not answer."""
+"""Name that a caller with the worker's token gets if the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 IDENTIFY = "paceline.v1.AccessService/Identify"
 
@@ -226,8 +226,8 @@ class WorkerCallers:
     server = WORKER
 
     def __init__(self, coordinator: str, call_key: Callable[[], bytes] = bytes):
-        """`coordinator` is HOST:PORT; if it is empty, only the worker's token is valid, with every role. `call_key`
-        returns the key of the worker's newest Welcome, empty without one."""
+        """`coordinator` is HOST:PORT. If it is empty, only the worker's token is accepted, and this token grants every
+        role. `call_key` returns the key of the worker's newest Welcome, or empty bytes before the first Welcome."""
         self._coordinator, self._call_key = coordinator, call_key
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._channel: Any = None

@@ -49,7 +49,7 @@ REWARDS = Part("train", "Rewards of the batch", "Computed by the coordinator whe
     Metric("groups_of/<source>", "groups", "groups of the source in the batch", "the share of `data.train_weights`"),
     Metric("score_s/<function>", "s", "mean time of a call on one group, over the calls that ended since the step before",
            "far below `timeout_s`"),
-    Metric("failed_calls/<function>", "calls", "calls that failed since the step before, including those without a fault of the function", "0"),
+    Metric("failed_calls/<function>", "calls", "calls that failed since the step before, including failures that the function did not cause", "0"),
     Metric("endpoint_requests/<function>", "requests", "requests to the service behind a function (judge, reward model) since the step "
            "before, repeated ones included", "absent without a service"),
     Metric("endpoint_failed/<function>", "requests", "requests to the service that got no usable answer", "0"),

@@ -39,7 +39,7 @@ class WorkerFaults(Protocol):
 
 
 class RunEvents(Protocol):
-    """Owner of the runs, which handles events from the pool: the coordinator."""
+    """The coordinator as the pool uses it: the owner of the runs handles the pool's events."""
 
     ledger: Ledger
     exchange: Exchange

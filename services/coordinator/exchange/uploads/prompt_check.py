@@ -76,7 +76,7 @@ class PromptCheck:
             return
         if not _is_here(spec.policy):
             self.unavailable = "the run's tokenizer is not on the coordinator's disk"
-            log.info("prompts of run %s are not compared with those of their leases: %s", run_id, self.unavailable)
+            log.info("run %s: uploaded prompts are not compared with the leased prompts: %s", run_id, self.unavailable)
             return
         try:
             self.encoder = Encoder(run_id, spec)
@@ -144,7 +144,7 @@ class PromptCheck:
 
     def _give_up(self, reason: str) -> None:
         self.unavailable = reason
-        self._warnings = [f"prompts of groups are not compared with those of their leases: {reason}"]
+        self._warnings = [f"uploaded prompts are not compared with the leased prompts: {reason}"]
 
 
 class Encoder:
