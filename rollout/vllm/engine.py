@@ -76,7 +76,7 @@ class _Sequence:
     """Id of the request within vLLM, unique over the engine's life, so that the caller's id is free after the request.
     """
     limit: int
-    """Most tokens of prompt and completion together."""
+    """Largest number of tokens in prompt and completion together."""
     loop: asyncio.AbstractEventLoop
     aborted: bool = False
     submitted: bool = False

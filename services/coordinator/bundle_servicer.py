@@ -105,8 +105,8 @@ class Upload:
             file = self._file
         if size != self._size or offset != self._position or offset + len(data) > size:
             raise InvalidInput(
-                f"the part at byte {offset} of {size} of the file {sha256[:12]}… does not follow byte {self._position} of "
-                f"{self._size}"
+                f"file {sha256[:12]}…: this part begins at byte {offset} of {size}; the next part has to begin at byte "
+                f"{self._position} of {self._size}, and to end within the file"
             )
         file.write(data)
         self._position += len(data)

@@ -115,7 +115,7 @@ class Frame:
         return []
 
     def add(self, delta: Delta) -> list[Event]:
-        """Return the events of new parts and tokens of one choice."""
+        """Return the events for `delta`: the new parts and tokens of one choice."""
         raise NotImplementedError
 
     def end(self, choice: Choice) -> list[Event]:

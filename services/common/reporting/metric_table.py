@@ -193,7 +193,7 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, from each worke
     Metric("<pool>/gpu_memory_gb", "GB", "GPU memory that torch has reserved in the pool's processes", "absent without GPUs"),
     Metric("<pool>/gpu_use", "GPUs", "sum over the GPUs of the pool's processes: share of the time in which a kernel ran; a GPU "
            "counts once for each process that uses it. This and the next metrics of GPUs need nvidia-ml-py", "near the number of GPUs; absent without GPUs"),
-    Metric("<pool>/gpu_memory_used_gb", "GB", "used memory of the GPUs of the pool's processes, whichever process uses it"),
+    Metric("<pool>/gpu_memory_used_gb", "GB", "memory in use on the GPUs of the pool's processes, including the memory of other processes"),
     Metric("<pool>/gpu_power_w", "W", "power of the GPUs of the pool's processes"),
     Metric("<pool>/gpu_throttled", "GPUs", "GPUs of the pool's processes that are slowed by heat or supply (not by their power cap)", "0"),
     Metric("<pool>/gpu_xid_errors", "errors", "Xid errors of the driver since the start of the processes; the member's log and the page have the "

@@ -38,7 +38,7 @@ def scaled(values: list[float]) -> list[float]:
 
 
 def chart(values: list[float], *, width: int = 60, height: int = 10, label: str = "step") -> str:
-    """Return a chart of values in [0, 1] over their index, with its axes: `height` lines and two for the axis."""
+    """Return a chart of values in [0, 1] over their index: `height` lines and two for the horizontal axis."""
     columns = _averaged(values, width)
     lines = []
     for row in range(height, 0, -1):

@@ -354,12 +354,12 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
 
 
 class WalCheckpointer:
-    """Moves the content of the write-ahead log into the ledger's file beside the transactions; `lock` excludes them
-    while the log is restarted. SQLite would do it in the commit that makes the log 1,000 pages long: under load in
-    every tenth commit, with every request waiting for the writes and two more syncs. Here a separate connection does
-    it on a thread, which blocks no writer. Because writers continue, the log never gets empty; when it is long, one
-    short pass under the lock lets SQLite write it from its start again. Only the log's length depends on this: a
-    commit is durable by its own sync."""
+    """Moves the content of the write-ahead log into the ledger's file while transactions go on. By default SQLite does
+    this in the commit that brings the log to 1,000 pages; under load, every tenth commit would then wait for the writes
+    and two more syncs. Here a thread does it by a separate connection, which blocks no writer. Because writers continue,
+    the log never becomes empty. If it has more than `max_pages` pages, a short pass holds `lock`, which excludes
+    transactions, and SQLite then writes the log from its start again. Only the log's length depends on this: a commit
+    is durable by its own sync."""
 
     def __init__(self, ledger: LedgerFile, lock: asyncio.Lock, period_s: float = 0.5, max_pages: int = 8192):
         """Move every `period_s` seconds; restart the log when it has more than `max_pages` pages of 4 kB."""

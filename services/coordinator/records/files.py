@@ -1,6 +1,6 @@
-"""Answers from files beside the ledger: readings of the members, averaged down to a number of points, and the services'
-logs. The files are bounded when they are written, and so is the work of a call. A request names a log as the list
-does and never a path, so no other file can be read."""
+"""Answers requests from the files beside the ledger: the members' readings, averaged into a limited number of points,
+and the services' logs. Writers limit the files' size, which limits the work of a call. A request gives a log's name
+from the list and never a path, so it cannot read other files."""
 
 from __future__ import annotations
 
