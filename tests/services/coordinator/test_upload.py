@@ -66,7 +66,7 @@ def test_parts_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None
     for offset, size, data in ((5, 10, b"x"), (4, 11, b"x"), (4, 10, b"x" * 7)):
         upload = Upload(store)
         upload.take(DIGEST, 10, store.received(DIGEST), DATA[store.received(DIGEST) : 4])
-        with pytest.raises(InvalidInput, match="does not follow byte 4 of 10"):
+        with pytest.raises(InvalidInput, match="the next part has to begin at byte 4 of 10"):
             upload.take(DIGEST, size, offset, data)
         upload.close()
     with pytest.raises(InvalidInput, match="at most"):
