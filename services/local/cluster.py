@@ -30,6 +30,7 @@ from paceline.host.process import require_linux
 from paceline.host.resources import THREADS_VARIABLE, threads_beside
 from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
+from paceline.services.common.processes.fork_server import ForkServer
 from paceline.services.common.processes.supervisor import MAX_BACKOFF_S, Service, last_lines
 from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import ClusterSection
@@ -82,13 +83,16 @@ class LocalCluster:
         say: Callable[[str], None] = log.warning,
         max_deaths: int | None = None,
         gpus: Sequence[str] | None = None,
+        preload: Sequence[str] = (),
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free port; `grace_s` is every service's
         `--grace`. `options` are further options of a role's command line, and `launchers` commands that start a
         role's services, such as `ip netns exec NAME`. `say` gets one line for each death. A service that has died
         `max_deaths` times in a row is given up, and `check` then raises (None: never). `gpus` are this host's GPUs,
         by their names in CUDA_VISIBLE_DEVICES; by default they are detected. Services get those GPUs that `cluster`
-        names. Raises SpecError if the GPUs cannot be divided."""
+        names. If `preload` names modules and there are no GPUs, workers are forked from a process that has imported
+        them; then this process adopts what its descendants leave behind, and the thread that calls `start_coordinator`
+        must live as long as the cluster. Raises SpecError if the GPUs cannot be divided."""
         require_linux("LocalCluster")
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -116,6 +120,8 @@ class LocalCluster:
         }
         self._gpu_uses = sum(len(share) for shares in self._gpus.values() for share in shares)
         self._visible = gpus if gpus is not None else visible_gpus()
+        self._preload = preload if not self._visible else ()
+        self._fork_server: ForkServer | None = None
         self._services: dict[str, list[Service]] = {role: [] for role in ROLES}
 
     def __enter__(self) -> LocalCluster:
@@ -138,6 +144,8 @@ class LocalCluster:
         os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        if self._preload:
+            self._fork_server = ForkServer(self._environment(()), logs / "fork-server.log", self._preload, self._say)
         ready_file = logs / "coordinator.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--host", self._host, "--grace", str(self._grace_s)]
@@ -259,6 +267,8 @@ class LocalCluster:
     def stop(self) -> None:
         """End all services: first the workers, which return their leases, and the learner, which writes a checkpoint,
         then the coordinator, which receives both. A service that needs longer than its grace is killed."""
+        if self._fork_server is not None:
+            self._fork_server.close()
         for roles in ((*READERS, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:
@@ -295,6 +305,7 @@ class LocalCluster:
             self._give_up,
             max_deaths,
             self.coordinator_backoff_s if role == "coordinator" else MAX_BACKOFF_S,
+            self._fork_server if role in WORKERS and role not in self._launchers else None,
         )
         services[index : index + 1] = [service]
         service.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from paceline.errors import SpecError
 from paceline.files.storage import is_url
 from paceline.host.resources import available_bytes
 from paceline.models.memory_plan import Room, planned, refusal
-from paceline.models.shape import read_shape
+from paceline.models.shape import read_config, read_shape
 from paceline.services.common.gpus import divide, memory_of_gpus, usable_gpus
 from paceline.spec import ClusterSection, RewardFunctionSection, RunSpec
 from paceline.spec.faults import nearest
@@ -58,6 +59,23 @@ def sizes_for(specs: Sequence[RunSpec]) -> ClusterSection:
     if not named and sizes.environment_workers:
         environment_workers = sizes.environment_workers
     return sizes.model_copy(update={"environment_workers": environment_workers})
+
+
+MODEL_TYPE = re.compile(r"[a-z0-9_]+")
+
+
+def imports_of(specs: Sequence[RunSpec], sizes: ClusterSection) -> list[str]:
+    """Return the modules that workers of these runs import, for the process from which they are forked. They have no user
+    code: a model's module is one of transformers. Empty if a run uses vLLM, which starts processes by itself."""
+    if any(spec.samples and spec.policy.generation.backend == "vllm" for spec in specs):
+        return []
+    roles = [role for role in ("reward", "environment", "rollout") if getattr(sizes, f"{role}_workers")]
+    modules = [f"paceline.services.{role}.main" for role in (*roles, "learner")]
+    modules += ["paceline.services.learner.rank", "paceline.services.learner.training.run"]
+    modules += ["paceline.rollout.native.engine"] if "rollout" in roles else []
+    kinds = [str((read_config(spec.policy.model_name) or {}).get("model_type")) for spec in specs]
+    modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in kinds if MODEL_TYPE.fullmatch(kind)]
+    return list(dict.fromkeys(modules))
 
 
 MAX_SIBLINGS = 1000

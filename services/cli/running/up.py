@@ -34,7 +34,7 @@ from paceline.services.common.options import (
 )
 from paceline.services.common.user_code_options import user_code_options
 from paceline.services.local.cluster import GRACE_S, USUAL_PORT, LocalCluster, free_port, start_page
-from paceline.services.local.room import check_paths_are_here, planned_here, sizes_for
+from paceline.services.local.room import check_paths_are_here, imports_of, planned_here, sizes_for
 from paceline.spec import ClusterSection, RunSpec
 from paceline.user_code.left_over import adopt
 
@@ -178,7 +178,10 @@ def run_here(
     options = _service_options(sizes, specs, min_free_mb, store, functions_from, scaled)
     port = free_port(host, USUAL_PORT) if port is None else port
     adopt()
-    cluster = LocalCluster(directory, sizes, host=host, port=port, grace_s=grace_s, options=options, say=say, gpus=gpus)
+    modules = imports_of(specs, sizes)
+    cluster = LocalCluster(
+        directory, sizes, host=host, port=port, grace_s=grace_s, options=options, say=say, gpus=gpus, preload=modules
+    )
     with ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(_stop, cluster, say)
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
@@ -224,11 +227,13 @@ def _service_options(
     functions_from: tuple[Path, ...],
     scaled: Mapping[str, tuple[int, int]] | None,
 ) -> dict[str, list[str]]:
-    from paceline.services.local.scaling import scaled_pools  # imports grpc
-
     allowed = function_folders(functions_from, specs)
     stored = ["--store", store] if store else []
-    pools = scaled_pools(sizes, scaled) if scaled is not None else []
+    pools = []
+    if scaled is not None:
+        from paceline.services.local.scaling import scaled_pools  # imports grpc
+
+        pools = scaled_pools(sizes, scaled)
     coordinator = ["--min-free-mb", str(min_free_mb), *stored, *pools, *allowed]
     return {"coordinator": coordinator, "reward": allowed, "environment": allowed}
 

@@ -22,11 +22,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from paceline.calls.backoff import pause_after
 from paceline.errors import PacelineError
+from paceline.services.common.processes.fork_server import Forked, ForkServer
 from paceline.services.common.processes.tether import tethered
 from paceline.user_code.left_over import end_strays, reaped, starting
 
@@ -122,6 +124,7 @@ class Service:
         gave_up: Callable[[PacelineError], None],
         max_deaths: int | None = None,
         max_backoff_s: float = MAX_BACKOFF_S,
+        fork_server: ForkServer | None = None,
     ):
         self.name = name
         self.command = command
@@ -133,7 +136,8 @@ class Service:
         self._environment = environment
         self._say = say
         self._gave_up = gave_up
-        self._process: subprocess.Popen[bytes] | None = None
+        self._fork_server = fork_server
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._meant_to_die = False
@@ -221,11 +225,13 @@ class Service:
 
     def _live_once(self) -> int | None:
         """Run one life of the child until it is reaped; return its code, or None if `terminate` came before the start."""
+        if self._fork_server is not None:
+            self._fork_server.wait_ready()
         with self._lock:
             if self._stopping.is_set():
                 return None
             with self.log_path.open("ab") as log, starting(user_code=False) as started:
-                process = subprocess.Popen(
+                process = self._forked(log) or subprocess.Popen(
                     tethered(self.command),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -244,6 +250,11 @@ class Service:
         reaped(process.pid)
         end_strays()
         return status
+
+    def _forked(self, log: IO[bytes]) -> Forked | None:
+        if self._fork_server is None:
+            return None
+        return self._fork_server.fork(self.name, self.command, self._environment, log)
 
     def _note_end(self, how: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")

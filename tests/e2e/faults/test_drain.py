@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from service_processes import PACELINE, Services, environment, opened, wait_for
 
@@ -126,6 +127,8 @@ def test_up_drains_all_and_goes_on(make_spec: MakeSpec, tmp_path: Path) -> None:
             event = json.loads(line)
             if event["kind"] == "step" and event["content"]["step"] >= 2:
                 break
+        names = {process.name() for process in psutil.Process(up.pid).children()}
+        assert {"rollout-0", "reward-0", "learner-0"} <= names, "the workers were not forked"
         up.send_signal(signal.SIGTERM)
         _, said = up.communicate(timeout=DEADLINE_S)
     assert up.returncode == 130, said

@@ -44,3 +44,5 @@ def test_the_run_succeeds(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[3])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "succeeded after 2 of 2 steps" in ended.stdout
+    assert "fork server" not in ended.stderr
+    assert (tmp_path / "runs" / "logs" / "fork-server.log").read_text() == ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.services.local.room import sizes_for
+from paceline.services.local.room import imports_of, sizes_for
 from paceline.spec import RunSpec
 
 ENVIRONMENT = {"class": "env.py:Env"}
@@ -38,3 +39,15 @@ def make(algorithm: str = "grpo", **sections: Any) -> RunSpec:
 def test_runs_get_the_workers_that_they_need(specs: list[RunSpec], numbers: tuple[int, int, int]) -> None:
     sizes = sizes_for(specs)
     assert (sizes.rollout_workers, sizes.reward_workers, sizes.environment_workers) == numbers
+
+
+def test_modules_of_the_services_and_the_model_are_imported_once_for_all(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    spec = make(policy={"model_name": str(tmp_path)})
+    modules = imports_of([spec, spec], sizes_for([spec]))
+    assert len(set(modules)) == len(modules)
+    assert {"paceline.services.rollout.main", "transformers.models.qwen3.modeling_qwen3"} < set(modules)
+    assert "paceline.services.environment.main" not in modules
+    (tmp_path / "config.json").write_text('{"model_type": "../os"}')
+    assert not [name for name in imports_of([spec], sizes_for([spec])) if name.startswith("transformers")]
+    assert imports_of([make(policy={"model_name": "none", "generation": {"backend": "vllm"}})], sizes_for([spec])) == []
