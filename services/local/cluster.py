@@ -13,6 +13,7 @@ a time works in a directory, because it takes the directory's lock before it tou
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -145,7 +146,10 @@ class LocalCluster:
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         if self._preload:
-            self._fork_server = ForkServer(self._environment(()), logs / "fork-server.log", self._preload, self._say)
+            with contextlib.suppress(OSError):  # no room for one more process: the workers start without it
+                self._fork_server = ForkServer(
+                    self._environment(()), logs / "fork-server.log", self._preload, self._say
+                )
         ready_file = logs / "coordinator.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--host", self._host, "--grace", str(self._grace_s)]
