@@ -6,7 +6,7 @@ A coordinator, a learner of two ranks, two rollout workers and a reward worker e
 of docs/operate/security_setup.md, beside an S3 server and a client, who submits examples/arithmetic. While the run trains, a host without rights
 tries what `probes.py` lists. Every attempt has to be refused and to leave a line in a log; calls to the coordinator have to be in the
 audit log too; those with every right have to be let in.
-Somebody with less tries five ways to become operator: a worker gives a false address, another user takes the port of a coordinator that
+Somebody with fewer rights tries five ways to become operator: a worker gives a false address, another user takes the port of a coordinator that
 was killed, servers with other certificates pose as the coordinator, links lead to its secrets, and another user of a worker's host makes a
 cache. No token reaches them, what reaches them opens nothing, and none of it is used. At the end no log and no file of the coordinator has
 a secret but those that may.
@@ -232,7 +232,8 @@ class Strangers:
 
 def heard(log: Path) -> list[dict[str, str]]:
     """Return the calls that reached impostors, from their log."""
-    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"heard"')]
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [json.loads(line) for line in lines if line.startswith('{"heard"')]
 
 
 def helps(calls: Sequence[dict[str, str]], tokens: Sequence[str]) -> list[str]:
