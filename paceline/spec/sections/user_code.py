@@ -26,7 +26,7 @@ class RewardFunctionSection(Section):
     """A built-in's name, or `path/to/file.py:function`."""
     name: str | None = None
     """Name in metrics and samples; default: the function's name."""
-    weight: Annotated[float, Usual(-100, 100, "1 in arXiv:2501.12948")] = 1.0
+    weight: Annotated[float, Usual(-100, 100, "1 in TRL")] = 1.0
     """Factor in the sum of rewards."""
     weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()
     """Factors by step instead of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear between them,
