@@ -41,6 +41,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             {"reference_policy_kl_penalty": 0.02, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
         ),
         ({"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}, "loss_fn", {"reduction": "grpo"}),
+        (
+            {"data.apply_chat_template_kwargs.reasoning_effort": "medium"},
+            "data",
+            {"chat_template_kwargs": {"reasoning_effort": "medium"}},
+        ),
         ({"critic.optim.lr": "1e-5"}, "value", {"optimizer": {"lr": 1e-5}}),
     ],
 )

@@ -32,6 +32,10 @@ def refusal(override: str) -> str:
             "(got {'Human': {'input': None}})",
         ),
         ("generation.model_name=x", "generation.model_name: unknown key; write policy.model_name or value.model_name"),
+        (
+            "eval.num_tests_per_prompt=16",
+            "eval.num_tests_per_prompt: unknown key; NeMo RL's 'eval.num_tests_per_prompt' is grpo.val_samples_per_prompt in Paceline",
+        ),
         ("loss_fn.veto=[1,2,3]", "loss_fn.veto: must have 2 values (got [1, 2, 3])"),
         (
             "policy.scheduler=cosine",
