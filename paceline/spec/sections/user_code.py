@@ -11,7 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Usual
+from paceline.spec.sections.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Usual,
+    is_code_name,
+)
 
 TurnAdvantage = Literal["outcome", "discounted", "turn_level"]
 
@@ -55,6 +63,13 @@ class RewardFunctionSection(Section):
             return points[max(0, after - 1)][1]
         (start, low), (end, high) = points[after - 1], points[after]
         return low + (high - low) * (step - start) / (end - start)
+
+    @field_validator("function")
+    @classmethod
+    def _check_function(cls, text: str) -> str:
+        if ":" in text and not is_code_name(text):
+            raise ValueError(f"is {text[:200]!r}, but must be a built-in's name or path/to/file.py:function")
+        return text
 
     @field_validator("weight_schedule")
     @classmethod
