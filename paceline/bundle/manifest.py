@@ -235,9 +235,11 @@ def for_submitter(text: str, spec: RunSpec, local: RunSpec, root: Path | None, *
     others = [name for name in names if root is None or not Path(name).is_relative_to(root)]
     is_bundled = root is not None and str(root) in text
     if any(split_glob(name)[0] in text for name in others) or (is_of_data and others and not is_bundled):
-        known = spec_to_yaml(spec)
+        known, paths = spec_to_yaml(spec), "\n".join(names)
         folders = tuple(split_glob(name)[0] for names in data_names(spec).values() for name in names)
-        text = without_quotations(text, lambda quoted: quoted in known or quoted.startswith(folders))
+        text = without_quotations(
+            text, lambda said: said in (paths if said.isdecimal() else known) or said.startswith(folders)
+        )
     return text if root is None else with_original_paths(text, spec, root)
 
 
