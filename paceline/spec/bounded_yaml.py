@@ -66,7 +66,7 @@ class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: igno
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         """Read `1:30` and `010` as texts; YAML 1.1 reads them as 90 and 8."""
-        tag: Any = super().resolve(kind, value, implicit)
+        tag: Any = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
         is_odd = tag in NUMBERS and (":" in value or re.fullmatch(r"[-+]?0[0-9_]+", value))
         return "tag:yaml.org,2002:str" if is_odd else tag
 

@@ -69,7 +69,8 @@ class Section(BaseModel):
     @classmethod
     def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false for a number; pydantic reads them as 1 and 0."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        annotation: Any = cls.model_fields[info.field_name or ""].annotation
+        kinds = _kinds(annotation)
         is_number = not kinds.isdisjoint((int, float)) and kinds.isdisjoint((bool, str, Any))
         if is_number and any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])):
             raise PydanticKnownError("float_type" if float in kinds else "int_type")
