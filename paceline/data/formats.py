@@ -44,7 +44,7 @@ PLAIN = {
     "stepwise supervision": "completions with a label for each step",
     "traces": "recorded completions",
 }
-"""What rows of each kind are, without the name of a library's format."""
+"""Names of the rows of each kind, without the name of a library's format."""
 
 
 class Format(NamedTuple):

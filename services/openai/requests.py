@@ -225,7 +225,8 @@ def read_plain_ask(body: Any, run_id: str) -> ChatAsk | CompletionAsk:
     body = {"model": run_id, **body} if isinstance(body, dict) else body
     if isinstance(body, dict) and "max_new_tokens" in body:
         body["max_tokens"] = body.pop("max_new_tokens")
-    ask = read_ask(ChatAsk if isinstance(body, dict) and "messages" in body else CompletionAsk, body)
+    is_chat = isinstance(body, dict) and "messages" in body
+    ask: ChatAsk | CompletionAsk = read_ask(ChatAsk, body) if is_chat else read_ask(CompletionAsk, body)
     for name, value in (("stream", ask.stream), ("logprobs", ask.logprobs), ("echo", getattr(ask, "echo", None))):
         if value:
             raise Unsupported(f"/generate has no {name}; use /v1/completions or /v1/chat/completions", name)
