@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidInput
 from paceline.reward.builtin.inputs import MissingColumn
 from paceline.reward.trainer_view import CallView
 from paceline.user_code.loading import accepted_arguments, load_from_file
@@ -49,7 +48,7 @@ def _settings() -> Mapping[str, Callable[[object], Any]]:
 def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool) -> None:
     """Raise InvalidInput unless the function takes `kwargs`. With `takes_columns_only`, its `**` is for columns, so
     that a misspelt setting is refused."""
-    from paceline.reward.builtin import check_names, keyword_only
+    from paceline.reward.builtin import check_names, check_needed, keyword_only
 
     try:
         parameters = inspect.signature(loaded).parameters
@@ -59,9 +58,7 @@ def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any],
     catches_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if takes_columns_only:
         settings = keyword_only(loaded)
-        for name in settings:
-            if parameters[name].default is inspect.Parameter.empty and name not in kwargs:
-                raise InvalidInput(f"reward function {function!r} needs {name!r} in its kwargs")
+        check_needed(function, loaded, kwargs)
     if takes_columns_only or not catches_all:
         check_names(function, settings, kwargs)
 

@@ -58,11 +58,7 @@ class Conversion:
         """Set a dotted key of the spec, in the algorithm's section if the key begins with `grpo` or `loss_fn`."""
         key = self.place(key)
         if key:
-            *sections, last = key.split(".")
-            node = self.tree
-            for section in sections:
-                node = node.setdefault(section, {})
-            node[last] = _home(value)
+            set_at(self.tree, key, _home(value))
 
     def place(self, key: str) -> str:
         """Return the spec's key for the algorithm; empty if the algorithm has none."""
@@ -174,6 +170,14 @@ def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[st
         else:
             found[name] = value
     return found
+
+
+def set_at(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set the value of a dotted name in nested sections."""
+    *sections, last = name.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = value
 
 
 def plain(value: Any) -> Any:

@@ -5,10 +5,12 @@ verl's reward functions have another signature than ours, so an adapter file is 
 
 from __future__ import annotations
 
+import json
 from pathlib import PurePath
 from typing import Any
 
-from paceline.apps.importers.conversion import Conversion, listed, plain, whole
+from paceline.apps.importers.conversion import Conversion, listed, plain, set_at, whole
+from paceline.errors import SpecError
 
 ADVANTAGES = {
     "gae": "gae",
@@ -43,11 +45,13 @@ ADAPTER = "verl_rewards.py"
 OWN = '''"""The reward function of {file}, with the signature that Paceline calls."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 _spec = importlib.util.spec_from_file_location("verl_reward", Path(__file__).parent / {file!r})
 _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
+_kwargs = json.loads({kwargs!r})
 
 
 def reward(completions, reward_model, data_source=None, extra_info=None, **kwargs):
@@ -56,7 +60,11 @@ def reward(completions, reward_model, data_source=None, extra_info=None, **kwarg
     sources, extras = data_source or [None] * count, extra_info or [None] * count
     scores = [
         _module.{name}(
-            data_source=source, solution_str=_text(completion), ground_truth=truth["ground_truth"], extra_info=extra
+            data_source=source,
+            solution_str=_text(completion),
+            ground_truth=truth["ground_truth"],
+            extra_info=extra,
+            **_kwargs,
         )
         for completion, truth, source, extra in zip(completions, reward_model, sources, extras)
     ]
@@ -149,19 +157,44 @@ def _objective(done: Conversion) -> None:
 
 
 def _rewards(done: Conversion) -> None:
-    path, name = done.take("custom_reward_function.path"), done.take("custom_reward_function.name", "compute_score")
+    function = "custom_reward_function."
+    path, name = done.take(f"{function}path"), done.take(f"{function}name", "compute_score")
+    kwargs = dict(done.take(f"{function}reward_kwargs", {}))
+    for key, value in done.take_below(f"{function}reward_kwargs.").items():
+        set_at(kwargs, key, value)
     model = done.take("reward_model.model.path") if done.take("reward_model.enable") else None
     if model:
         done.put("rewards", [{"function": "reward_model", "kwargs": {"path": model}}])
         return
-    done.files[ADAPTER] = OWN.format(file=str(path), name=name) if path and str(name).isidentifier() else RULE
-    done.put("rewards", [{"function": f"{ADAPTER}:reward"}])
+    text = json.dumps(kwargs, default=str)
+    is_own = path and str(name).isidentifier()
+    done.files[ADAPTER] = OWN.format(file=str(path), name=name, kwargs=text) if is_own else RULE
+    done.put("rewards", [{"function": f"{ADAPTER}:reward"}, *_length_penalty(done)])
     what = (
         f"{PurePath(str(path)).name}:{name}"
         if path
         else "the rule of verl's data_source (here: the right final answer)"
     )
     done.notes.append(f"{ADAPTER} calls {what} with Paceline's signature; it reads verl's column reward_model")
+
+
+def _length_penalty(done: Conversion) -> list[dict[str, Any]]:
+    """Return DAPO's penalty of long completions as a reward, if it is on."""
+    for section in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
+        soft = done.settings.get(f"{section}.len")
+        longest = done.settings.get(
+            "reward_model.reward_kwargs.max_resp_len", done.settings.get("data.max_response_length")
+        )
+        if done.settings.get(f"{section}.enable") and isinstance(soft, int) and isinstance(longest, int):
+            done.skip(section)
+            done.used.update(("reward_model.reward_manager", "reward_model.reward_kwargs.max_resp_len"))
+            done.notes.append(
+                f"verl's math_dapo rewards a wrong answer with -1, {ADAPTER} with 0: check the weights of rewards"
+            )
+            weight = done.settings.get(f"{section}.penalty_factor", 1.0)
+            kwargs = {"max_completion_tokens": longest, "soft_tokens": soft}
+            return [{"function": "soft_overlong", "weight": weight, "kwargs": kwargs}]
+    return []
 
 
 def _adapter(done: Conversion) -> None:
@@ -193,6 +226,8 @@ def _trainer(done: Conversion) -> None:
 
 
 def _data(done: Conversion) -> None:
+    if done.settings.get("data.image_key") and "data.video_key" not in done.settings:  # a full configuration has both
+        raise SpecError(f"data.image_key {done.settings['data.image_key']!r}: samples with images cannot be trained")
     if arguments := done.take_below("data.apply_chat_template_kwargs."):
         done.put("data.chat_template_kwargs", arguments)
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):

@@ -80,9 +80,10 @@ def report(sweep: Sweep, trials: Sequence[Ended], shares: dict[str, float], best
 
 def _head(sweep: Sweep, trials: Sequence[Ended], best: Ended | None) -> list[Block]:
     states = [each.state for each in trials]
+    of = "evaluation" if sweep.of == "evaluation" else f"trial, the mean of its last {sweep.last_steps} steps"
     counts = (
         f"{states.count('COMPLETE')} trials ran to their end, {states.count('PRUNED')} were pruned, "
-        f"{states.count('FAIL')} failed; {sweep.direction} {sweep.metric} of each {sweep.of}."
+        f"{states.count('FAIL')} failed; {sweep.direction} {sweep.metric} of each {of}."
     )
     blocks: list[Block] = [["heading", 1, f"Sweep {sweep.name}"], ["text", counts, ""]]
     if best is not None:

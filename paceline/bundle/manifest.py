@@ -225,18 +225,21 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
     return moved.model_copy(update=update)
 
 
-def for_submitter(text: str, spec: RunSpec, local: RunSpec, root: Path | None) -> str:
+def for_submitter(text: str, spec: RunSpec, local: RunSpec, root: Path | None, *, is_of_data: bool = True) -> str:
     """Return the message `text` about the files of `local`, which is `spec` with paths into the bundle in `root`: with
-    the submitter's paths, and without quotations of files of this machine or of its stores, which came in no bundle."""
+    the submitter's paths, and without quotations of files of this machine or of its stores, which came in no bundle. A
+    message that is not of data (`is_of_data`) keeps its quotations unless it names such a file."""
     names = [name for names in data_names(local).values() for name in names]
     names = [name for name in names if "://" in name or glob.has_magic(name) or os.path.exists(name)]  # not of the hub
     names += map(file_of, code_paths(local).values())
     others = [name for name in names if root is None or not Path(name).is_relative_to(root)]
     is_bundled = root is not None and str(root) in text
-    if any(split_glob(name)[0] in text for name in others) or (others and not is_bundled):
-        known = spec_to_yaml(spec)
+    if any(split_glob(name)[0] in text for name in others) or (is_of_data and others and not is_bundled):
+        known, paths = spec_to_yaml(spec), "\n".join(names)
         folders = tuple(split_glob(name)[0] for names in data_names(spec).values() for name in names)
-        text = without_quotations(text, lambda quoted: quoted in known or quoted.startswith(folders))
+        text = without_quotations(
+            text, lambda said: said in (paths if said.isdecimal() else known) or said.startswith(folders)
+        )
     return text if root is None else with_original_paths(text, spec, root)
 
 

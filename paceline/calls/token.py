@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import InvalidInput
 from paceline.host.process import keep_no_core
-from paceline.host.regular_file import token_files
+from paceline.host.regular_file import open_regular, token_files
 from paceline.tls.channels import RenewedChannel, dialled, open_plain_or_tls
 from paceline.tls.folder import TlsFolder, tls_folder
 
@@ -33,6 +33,8 @@ PORT_VARIABLE = "PACELINE_COORDINATOR_PORT"
 """Environment variable with the port on which the coordinator itself listens, for a caller behind a tunnel or a proxy
 that has another port or address."""
 KEY = "authorization"
+MAX_FILE_BYTES = 65_536
+"""Largest size of a token's file; a larger file is none."""
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -63,7 +65,9 @@ def read_token(path: Path) -> str:
     keep_no_core()
     token_files.add(os.path.abspath(path))
     try:
-        return path.read_text().strip()
+        with open_regular(path) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        return content.decode().strip() if len(content) <= MAX_FILE_BYTES else ""
     except (OSError, UnicodeDecodeError):
         return ""
 

@@ -34,6 +34,18 @@ READERS = {
 }
 """For each kind of rows, a clause with the algorithms that read it, or with the remedy if no algorithm reads it."""
 
+PLAIN = {
+    "language modeling": "texts or chats",
+    "prompt-only": "prompts",
+    "prompt-completion": "prompts with completions",
+    "preference": "better and worse completions",
+    "ranked completions": "ranked completions",
+    "unpaired preference": "completions with labels",
+    "stepwise supervision": "completions with a label for each step",
+    "traces": "recorded completions",
+}
+"""Names of the rows of each kind, without the name of a library's format."""
+
 
 class Format(NamedTuple):
     kind: Kind
@@ -116,6 +128,7 @@ def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str
         text = text.replace("TRL's prompt-completion", "NeMo RL's prompt-response (input, output)")
     if form == "labeled_completion" and found.kind == "preference":
         text += "; each pair becomes two examples: the chosen completion as good, and the rejected completion as bad"
+    text = f"{PLAIN[found.kind]}, in the format {text}"
     if form is None and found.kind != "prompt-only":
         text += f"; completions are sampled for {keys.prompt_key!r}, and reward functions get the other columns"
     return text

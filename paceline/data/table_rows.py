@@ -120,10 +120,23 @@ def _loaded(
         remedy = "" if Path(name).is_file() else f"; {hub_remedy(name)}"
         raise Unreadable(f"cannot load the data set {name!r}: {reason}{remedy}") from None
     if isinstance(loaded, dict):
-        if split not in loaded:
-            raise DataError(f"the data set {name!r} has the splits {sorted(loaded)}, not {split!r}")
-        loaded = loaded[split]
+        loaded = loaded[split] if split in loaded else _part(loaded, str(split), f"the data set {name!r}", streaming)
     return loaded
+
+
+def _part(splits: Any, split: str, where: str, streaming: bool) -> Any:
+    """Return a part of a data set that is written as in `datasets`, such as `train[:90%]`. Raises DataError."""
+    import datasets
+
+    lengths = {} if streaming else {name: len(part) for name, part in splits.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+        rows = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+        return datasets.concatenate_datasets(rows)
+    except (ValueError, AssertionError, IndexError):
+        form = "a stream has no parts of a split" if streaming else "a part that has rows is written as train[:90%]"
+        more = f"; {form}" if "[" in split else ""
+        raise DataError(f"{where} has the splits {sorted(splits)}, not {split!r}{more}") from None
 
 
 def _check_files(builder: str | None, name: str, config: str | None) -> None:

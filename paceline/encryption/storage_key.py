@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from paceline.errors import InvalidInput
+from paceline.host.regular_file import open_regular
 
 FILE_VARIABLE = "PACELINE_STORAGE_KEY_FILE"
 KEY_VARIABLE = "PACELINE_STORAGE_KEY"
@@ -62,7 +63,7 @@ def _key_of_file(path: str) -> StorageKey:
 
 def _file_text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(MAX_FILE_BYTES).decode("ascii", errors="replace")
     except OSError as error:
         raise InvalidInput(

@@ -250,7 +250,7 @@ def without_quotations(text: str, is_known: Callable[[str], bool]) -> str:
     """Return a message about a named file without the quotations that may be of the file: those not `is_known`."""
 
     def kept(match: re.Match[str]) -> str:
-        quoted = match[1] or match[2] or ""
+        quoted = match[1] or match[2] or match[0].strip("b'\"")
         return match[0] if quoted and is_known(quoted) else "(not shown)"
 
     return QUOTED.sub(kept, text)

@@ -4,10 +4,14 @@ config.json alone, without transformers or weights; docs/use/models.md lists the
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput
+from paceline.host.regular_file import read_regular
 
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that learner and engines support."""
@@ -81,3 +85,41 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config that describes the language model."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
+
+
+def check_weights(path: Path, config: Any, what: str) -> None:
+    """Raise InvalidInput for a path on this machine whose weights cannot be trained: a file, an empty folder, GGUF,
+    pickles, an adapter alone, a quantised model. A folder without weights may be a copy of the tokenizer, so the workers judge it."""
+    if path.is_file():
+        raise InvalidInput(f"{what} is a file; name the model's folder, with config.json and *.safetensors")
+    if not path.is_dir():
+        return
+    remedy = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
+    if next(path.iterdir(), None) is None:
+        raise InvalidInput(f"{what} is an empty folder; {remedy}")
+    has_weights = next(path.glob("*.safetensors"), None) is not None
+    for pattern, kind in (("*.gguf", "GGUF, which"), ("pytorch_model*.bin", "pickled files, which")):
+        if not has_weights and next(path.glob(pattern), None):
+            raise InvalidInput(f"{what} has its weights as {kind} cannot be trained; {remedy}")
+    if config is None and (path / "adapter_config.json").is_file():
+        raise InvalidInput(f"{what} has a LoRA adapter without its model; merge the adapter, and {remedy}")
+    quantised = config.get("quantization_config") if isinstance(config, dict) else None
+    if isinstance(quantised, dict):
+        method = quantised.get("quant_method", "an unnamed method")
+        raise InvalidInput(
+            f"{what} is quantised ({method!s:.40}), and cannot be trained; name the model that was quantised"
+        )
+
+
+def check_model_here(name: str, field: str) -> None:
+    """Check a model at a path on this machine as far as its files tell; nothing for any other name. Raises
+    InvalidInput."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        return
+    config = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        config = json.loads(read_regular(path / "config.json"))
+    check_weights(path, config, f"{field} {name!r}")
+    if isinstance(config, dict):
+        check_architecture(config, f"{field} {name!r}")

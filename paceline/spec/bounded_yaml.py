@@ -6,6 +6,7 @@ reads a large text lets other threads run after each value."""
 from __future__ import annotations
 
 import importlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,9 @@ def events_class() -> Any:
 Events: Any = events_class()
 
 
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
 class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]
     """PyYAML's safe loader, with a Python step for each value. Raises SpecError for a mapping with a key twice."""
 
@@ -59,6 +63,12 @@ class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: igno
         Composer.__init__(self)
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """Read `1:30` and `010` as texts; YAML 1.1 reads them as 90 and 8."""
+        tag: Any = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        is_odd = tag in NUMBERS and (":" in value or re.fullmatch(r"[-+]?0[0-9_]+", value))
+        return "tag:yaml.org,2002:str" if is_odd else tag
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """Compare the keys of a mapping as written, before `<<` adds the keys of other mappings."""

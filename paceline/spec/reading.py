@@ -199,9 +199,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         )
     keys = dotted.split(".")
     try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError:
-        raise SpecError(f"override {override!r}: the value {raw!r} is not valid YAML; quote it") from None
+        value = yaml.load(raw, bounded_yaml.StepwiseLoader)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
+        raise SpecError(f"override {override[:200]!r}: the value {raw[:200]!r} is not valid YAML; quote it") from None
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d+)?[eE][+-]?\d+", value):
         value = float(value)  # YAML 1.1 reads 1e-6 as a string
     node: Any = tree

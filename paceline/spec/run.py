@@ -33,6 +33,8 @@ from paceline.spec.sections.user_code import BundleSection, EnvironmentSection, 
 from paceline.spec.templates import placeholders
 
 CONTINUATION_NAMES = frozenset({"letter", "choice"})
+MAX_UNDER_WAY = 2**31 - 1
+"""Most completions that a run may have under way; counts of more could overflow in the ledger."""
 
 
 class EvaluationSection(Section):
@@ -422,6 +424,13 @@ class RunSpec(Section):
                 "every reward has gate_min, but a gate acts only on functions without it; remove one gate_min"
             )
         grpo = self.grpo
+        most = grpo.num_prompts_per_step * grpo.num_generations_per_prompt * (age + 1)
+        if most > MAX_UNDER_WAY:
+            raise ValueError(
+                f"grpo.num_prompts_per_step {grpo.num_prompts_per_step} × num_generations_per_prompt "
+                f"{grpo.num_generations_per_prompt} × (async_grpo.max_trajectory_age_steps {age} + 1) are {most} completions under "
+                f"way, but at most {MAX_UNDER_WAY} are possible; reduce one of them"
+            )
         if grpo.num_generations_per_prompt == 1 and grpo.advantage not in WITHOUT_GROUP and not self.has_teacher:
             raise ValueError(
                 f"grpo.num_generations_per_prompt 1 with grpo.advantage {grpo.advantage!r}: a single completion cannot be "

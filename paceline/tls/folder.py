@@ -19,6 +19,7 @@ from pathlib import Path
 
 from paceline.errors import InvalidInput
 from paceline.files.whole_file import file_stamp
+from paceline.host.regular_file import open_regular
 from paceline.rate_limited_log import RateLimitedLog
 
 VARIABLE = "PACELINE_TLS_DIR"
@@ -89,7 +90,7 @@ class TlsFolder:
 
     def _content(self, name: str) -> bytes | None:
         try:
-            with open(self.path / name, "rb") as file:
+            with open_regular(self.path / name) as file:
                 return file.read(MAX_FILE_BYTES)
         except FileNotFoundError:
             return None

@@ -66,11 +66,20 @@ def builtin(name: str) -> Callable[..., Any]:
 
 
 def check_builtin(function: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidInput for a built-in function that does not exist or that takes no such `kwargs`."""
+    """Raise InvalidInput for a built-in function that does not exist, that takes no such `kwargs`, or that needs more."""
     if ":" not in function:
         loaded = builtin(function)
         if function not in SETTINGS:
             check_names(function, keyword_only(loaded), kwargs)
+            check_needed(function, loaded, kwargs)
+
+
+def check_needed(function: str, loaded: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise InvalidInput unless `kwargs` has every setting without a default."""
+    parameters = inspect.signature(loaded).parameters
+    for name in keyword_only(loaded):
+        if parameters[name].default is inspect.Parameter.empty and name not in kwargs:
+            raise InvalidInput(f"reward function {function!r} needs {name!r}; write it into the function's kwargs")
 
 
 def keyword_only(function: Callable[..., Any]) -> list[str]:

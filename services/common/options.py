@@ -147,7 +147,7 @@ def worker_options(
 
 
 device_option = click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, instead of text.")
 directory_option = click.option(
     "--directory",
     type=click.Path(path_type=Path),

@@ -174,6 +174,16 @@ class Answer(Frame):
         return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
 
+class PlainAnswer(Frame):
+    """The answer of `/generate`: the texts alone."""
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        texts = [choice.content for choice in choices]
+        version = max((*((s.session, s.step) for c in choices for s in c.spans), self._at_first))
+        reasons = {"finish_reasons": [choice.finish_reason for choice in choices], "usage": usage(choices)}
+        return {"text": texts[0], "texts": texts, "model": model_name(self._run_id, version)} | reasons
+
+
 def message_of(choice: Choice, answer_id: str) -> Json:
     """Return the assistant's message of a chat. `content` is null if the message has only calls."""
     calls = [_call(call, answer_id, choice.index, number) for number, call in enumerate(choice.calls)]

@@ -219,6 +219,20 @@ def read_ask(kind: type[AskKind], body: Any) -> AskKind:
         raise InvalidInput("the body is nested too deeply") from None
 
 
+def read_plain_ask(body: Any, run_id: str) -> ChatAsk | CompletionAsk:
+    """Return the request in the body of `POST /generate`: a chat if it has messages, else raw prompts. The model may be
+    missing, and max_tokens may have transformers' name. Raises InvalidInput that names the field."""
+    body = {"model": run_id, **body} if isinstance(body, dict) else body
+    if isinstance(body, dict) and "max_new_tokens" in body:
+        body["max_tokens"] = body.pop("max_new_tokens")
+    is_chat = isinstance(body, dict) and "messages" in body
+    ask: ChatAsk | CompletionAsk = read_ask(ChatAsk, body) if is_chat else read_ask(CompletionAsk, body)
+    for name, value in (("stream", ask.stream), ("logprobs", ask.logprobs), ("echo", getattr(ask, "echo", None))):
+        if value:
+            raise Unsupported(f"/generate has no {name}; use /v1/completions or /v1/chat/completions", name)
+    return ask
+
+
 MAX_TOOLS = 512
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 

@@ -48,6 +48,7 @@ class Http:
                 "/v1/completions",
                 "/v1/responses",
                 "/inference/v1/generate",
+                "/generate",
                 "/x",
             ]
         )

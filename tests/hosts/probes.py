@@ -1,9 +1,8 @@
-"""Strangers on a host of their own, against a deployment that trains: `python probes.py PLAN [--stay | --pose FOLDER PORT]`.
+"""Strangers on a host of their own, against a deployment that trains: `python probes.py PLAN [--stay]`.
 
 PLAN is a JSON file with the addresses, certificates and tokens that the strangers have. Each probe prints a line of JSON: its name,
 whether it was refused, and what it was told. Probes whose name begins with `control` have every right, and show that the others fail
-for no other reason. With `--stay` a worker joins alone, and tells when its stream has ended. With `--pose` it poses as a coordinator
-with the certificate in a folder, for two minutes, and tells of every call that reaches it.
+for no other reason. With `--stay` a worker joins alone, and tells when its stream has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,6 @@ from paceline.weights.hosts.transport import Channel, TlsTransport, Transport
 from paceline.wire import PROTOCOL
 
 WAIT_S = 15.0
-POSE_S = 120.0
 GREETING, HELLO, WELCOME = 64, 202, 170
 """Bytes of the parts of a CURVE handshake with their heads: both greet, then one says HELLO and the other WELCOME."""
 SILENCE_S = 3.0
@@ -91,14 +88,24 @@ class Refused(Exception):
 class Control:
     """A control stream, from its Hello to its end."""
 
-    def __init__(self, plan: Plan, folder: str, token: str, member_id: str, address: str = "") -> None:
-        """Raises Refused unless Welcome comes."""
+    def __init__(
+        self,
+        plan: Plan,
+        folder: str,
+        token: str,
+        member_id: str,
+        address: str = "",
+        role: common_pb2.Role = common_pb2.ROLE_REWARD,
+        gives: str = "",
+    ) -> None:
+        """Join by the coordinator at `address`, and give the address `gives`. Raises Refused unless Welcome comes."""
         public, self.secret_key = zmq.curve_keypair()
         self.public_key = public
         self.member_id = member_id
         hello = worker_pb2.Hello(
-            role=common_pb2.ROLE_REWARD,
+            role=role,
             member_id=member_id,
+            address=gives,
             protocol=PROTOCOL,
             exchange_key=z85.decode(public),
         )
@@ -192,23 +199,6 @@ def submit_link(plan: Plan, path: str) -> None:
                 request, metadata=metadata(plan.tokens["submitter"]), timeout=WAIT_S
             )
         )
-
-
-def pose(folder: str, port: str) -> None:
-    """Serve as a coordinator would, with the certificate in a folder, for POSE_S seconds."""
-
-    class Service(grpc.GenericRpcHandler):
-        def service(self, handler_call_details: Any) -> Any:
-            print(json.dumps({"heard": handler_call_details.method}), flush=True)
-            return grpc.stream_stream_rpc_method_handler(lambda requests, context: iter(()))
-
-    server = grpc.server(ThreadPoolExecutor(2))
-    server.add_generic_rpc_handlers((Service(),))
-    pair = (Path(folder, "tls.key").read_bytes(), Path(folder, "tls.crt").read_bytes())
-    server.add_secure_port(f"0.0.0.0:{port}", grpc.ssl_server_credentials([pair]))
-    server.start()
-    print(json.dumps({"posing": folder}), flush=True)
-    server.wait_for_termination(POSE_S)
 
 
 def cancel_run(plan: Plan, token: str, run_id: str) -> None:
@@ -445,9 +435,6 @@ def stay(plan: Plan) -> None:
 
 def main(path: str, *options: str) -> None:
     """Run all probes and print a line for each."""
-    if options[:1] == ("--pose",):
-        pose(*options[1:])
-        return
     document = json.loads(Path(path).read_text())
     run_id = document.pop("run_id")
     if "--stay" in options:

@@ -6,15 +6,20 @@ A coordinator, a learner of two ranks, two rollout workers and a reward worker e
 of docs/operate/security_setup.md, beside an S3 server and a client, who submits examples/arithmetic. While the run trains, a host without rights
 tries what `probes.py` lists. Every attempt has to be refused and to leave a line in a log; calls to the coordinator have to be in the
 audit log too; those with every right have to be let in.
-Servers of the strangers pose as the coordinator, links lead to its secrets, and another user of a worker's host makes a cache: no
-token reaches them, and none of it is used. At the end no log and no file of the coordinator has a secret but those that may.
+Somebody with fewer rights tries five ways to become operator: a worker gives a false address, another user takes the port of a coordinator that
+was killed, servers with other certificates pose as the coordinator, links lead to its secrets, and another user of a worker's host makes a
+cache. No token reaches them, what reaches them opens nothing, and none of it is used. At the end no log and no file of the coordinator has
+a secret but those that may.
 The token of a worker that has joined is revoked too, and it has to be out within five seconds. The last line is the verdict; exit
 status 0 only if all were refused, the run ended well with balanced books in one session, and no group was given out twice.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shlex
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,14 +28,16 @@ from typing import Any
 
 import click
 from deployment import BUCKET, DEADLINE_S, Submitter, until
-from isolated_host import ROOT, Switch, wait_for
+from isolated_host import ROOT, Host, Switch, wait_for
 from judged_campaign import keep_option, run_and_judge
 from secure_deployment import SecureDeployment, write_folder
 
 DIRECTORY = "runs"
 """Directory of the coordinator, below its working directory."""
 PROBES = ("python", f"{ROOT}/tests/hosts/probes.py", "/tmp/plan.json")
+IMPOSTOR = ("python", f"{ROOT}/tests/hosts/impostors.py")
 OUT_WITHIN_S = 5.0
+LURE_PORT = 7077
 POSE_PORTS = {"eve": 7078, "insider": 7079}
 """Certificates with which the strangers pose as the coordinator, and their ports."""
 LINKS = {
@@ -45,6 +52,17 @@ from paceline.bundle.cache import KIND
 KIND.of_user("bundles").open("x", 1, lambda _: False, lambda _: None)
 """
 MAKE_CACHE = "setpriv --reuid 65534 --regid 65534 --clear-groups sh -c 'umask 0; mkdir /tmp/theirs'"
+ASK_AT = """
+import sys
+from pathlib import Path
+from paceline.client import Client
+address, at, *files = sys.argv[1:]
+tls_dir, token_file = map(Path, files)
+with Client(address, tls_dir=tls_dir, token_file=token_file) as client:
+    client.generate("1+1=", worker=at)
+"""
+"""Asks the worker at an address for completions, as `paceline generate` does."""
+PROVE = "/paceline.v1.AccessService/Prove"
 GRPC, AGENT, HTTP = "coordinator", "rollout-0", "refused an HTTP request"
 LOGGED = (
     ("no TLS, port", GRPC, "WRONG_VERSION_NUMBER"),
@@ -151,17 +169,28 @@ class Strangers:
             host.run("sh", "-c", f"ln -sf $(realpath {target}) /tmp/{name}")
         return [f"/tmp/{name}" for name in LINKS]
 
-    def pose(self, name: str) -> tuple[str, str]:
+    def pose(self, name: str) -> tuple[str, list[dict[str, str]]]:
         """Pose as the coordinator with a certificate; return what a person's command says, and the calls that came."""
-        log = self._deployment.logs / "stranger.log"
         port = POSE_PORTS[name]
-        self._host.start(*PROBES, "--pose", self._folders[name], str(port))
-        for _line in wait_for(log, f'"posing": "{self._folders[name]}"', DEADLINE_S):
-            pass
         access = ["--coordinator", f"{self._host.address}:{port}", "--tls-dir", "person", "--token-file", "token"]
-        done = self._deployment.client.run("paceline", "runs", *access, check=False, timeout_s=DEADLINE_S)
-        heard = [line for line in log.read_text().splitlines() if '"heard"' in line]
-        return done.stdout + done.stderr, " ".join(heard)
+        return self._serve(port, self._folders[name], ("paceline", "runs", *access))
+
+    def lure(self) -> tuple[str, list[dict[str, str]]]:
+        """Join as a rollout worker that gives an address of this host; return what a submitter's request for
+        completions says, and the calls that came."""
+        at = f"{self._host.address}:{LURE_PORT}"
+        ask = ("python", "-c", ASK_AT, self._deployment.people_address, at, "person", "token")
+        return self._serve(LURE_PORT, self._folders["insider"], ask, "/tmp/plan.json")
+
+    def _serve(self, port: int, folder: str, command: Sequence[str], *plan: str) -> tuple[str, list[dict[str, str]]]:
+        log = self._deployment.logs / "stranger.log"
+        before = heard(log)
+        impostor = start_killable(self._host, *IMPOSTOR, self._host.address, str(port), folder, *plan)
+        for _line in wait_for(log, f'"posing": "{port}"', DEADLINE_S):
+            pass
+        done = self._deployment.client.run(*command, check=False, timeout_s=DEADLINE_S)
+        kill(self._host, impostor)
+        return done.stdout + done.stderr, heard(log)[len(before) :]
 
     def try_all(self) -> list[dict[str, Any]]:
         """Run the probes and return what came of each."""
@@ -201,12 +230,89 @@ class Strangers:
         return found
 
 
+def heard(log: Path) -> list[dict[str, str]]:
+    """Return the calls that reached impostors, from their log."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [json.loads(line) for line in lines if line.startswith('{"heard"')]
+
+
+def helps(calls: Sequence[dict[str, str]], tokens: Sequence[str]) -> list[str]:
+    """Return the calls with which something helpful came: more than a request for a proof, a token, or its SHA-256."""
+    hashes = [hashlib.sha256(token.encode()) for token in tokens]
+    useful = [t.encode() for t in tokens] + [h.digest() for h in hashes] + [h.hexdigest().encode() for h in hashes]
+    return [
+        call["heard"]
+        for call in calls
+        if call["heard"] != PROVE or call["replayed"] == "OK" or any(u in bytes.fromhex(call["got"]) for u in useful)
+    ]
+
+
+def start_killable(host: Host, *command: str) -> subprocess.Popen[bytes]:
+    """Start a service of a host, which `kill` ends."""
+    return host.start("sh", "-c", f"echo $$ > newest.pid; exec {shlex.join(command)}")
+
+
+def kill(host: Host, newest: subprocess.Popen[bytes]) -> None:
+    """Kill the newest service that was started killable."""
+    host.run("sh", "-c", "kill -KILL $(cat newest.pid)")
+    newest.wait(DEADLINE_S)
+
+
+class Loopback:
+    """A host without certificates, whose other user takes the coordinator's port."""
+
+    def __init__(self, deployment: SecureDeployment) -> None:
+        self._host = deployment.host("loopback")
+        self._log = deployment.logs / "loopback.log"
+
+    def squat(self) -> str:
+        """Kill the coordinator, take its port while a worker and a person come back, and start it again; return what
+        was gained or lost, empty if nothing was."""
+        host = self._host
+        coordinator = self._serve_coordinator()
+        host.start("paceline", "serve", "reward", "--coordinator", "127.0.0.1:7070", "--token-file", "runs/token")
+        until(self._has_worker, "the worker is a member")
+        token = host.run("cat", "runs/token").stdout.strip()
+        kill(host, coordinator)
+        squatter = start_killable(host, *IMPOSTOR, "127.0.0.1", "7070")
+        for _line in wait_for(self._log, '"posing": "7070"', DEADLINE_S):
+            pass
+        until(lambda: heard(self._log), "the worker comes back to the port")
+        said = self._paceline("runs").stderr
+        before = len(heard(self._log))
+        until(lambda: len(heard(self._log)) > before, "the worker comes again")
+        kill(host, squatter)
+        gained = helps(heard(self._log), [token])
+        self._serve_coordinator()
+        until(self._has_worker, "the worker is a member again")
+        host.stop()
+        return " ".join(gained) + ("" if "has not proven" in said else said)
+
+    def token(self) -> str:
+        """Return the coordinator's token."""
+        return self._host.run("cat", "runs/token").stdout.strip()
+
+    def _serve_coordinator(self) -> subprocess.Popen[bytes]:
+        command = ("paceline", "serve", "coordinator", "--directory", "runs", "--port", "7070")
+        service = start_killable(self._host, *command)
+        until(lambda: self._paceline("members").returncode == 0, "the coordinator answers")
+        return service
+
+    def _has_worker(self) -> bool:
+        return "reward" in self._paceline("members", "--json").stdout
+
+    def _paceline(self, *arguments: str) -> Any:
+        access = ("--coordinator", "127.0.0.1:7070", "--token-file", "runs/token")
+        return self._host.run("paceline", *arguments, *access, check=False, timeout_s=DEADLINE_S)
+
+
 class Campaign:
     """The run, and the verdict."""
 
     def __init__(self, deployment: SecureDeployment, minutes: float) -> None:
         self._deployment, self._minutes = deployment, minutes
         self._submitter = Submitter(deployment.client, deployment.access)
+        self._secrets: list[str] = []
         self.outcome = Outcome()
 
     def run(self) -> None:
@@ -228,6 +334,7 @@ class Campaign:
         strangers.plan(run_id)
         probes = strangers.try_all()
         self._try_posing(strangers)
+        self._try_lure(strangers)
         self._try_cache()
         out_s = strangers.revoke_one()
         click.echo(f"a worker whose token was revoked was out after {out_s:.1f} s")
@@ -238,6 +345,7 @@ class Campaign:
         self._judge_probes(probes)
         self._judge_run(run_id, self._submitter.wait(run_id))
         self._judge_audit(probes)
+        self._try_squatting()
         self._judge_secrets(strangers, probes)
 
     def _attempt(self, name: str, is_refused: bool, said: str) -> None:
@@ -248,10 +356,31 @@ class Campaign:
     def _try_posing(self, strangers: Strangers) -> None:
         """Let servers with certificates of other roles pose as the coordinator."""
         for name in POSE_PORTS:
-            said, heard = strangers.pose(name)
+            said, calls = strangers.pose(name)
             self._attempt(
-                f"poses as the coordinator: {name}", "not a coordinator's" in said and not heard, said + heard
+                f"poses as the coordinator: {name}",
+                "not a coordinator's" in said and not calls,
+                f"{said} {calls or ''}",
             )
+
+    def _try_lure(self, strangers: Strangers) -> None:
+        """Let a worker give a false address, and a submitter ask it."""
+        said, calls = strangers.lure()
+        gained = helps(calls, self._tokens())
+        refused = bool(calls) and not gained and "has not proven" in said
+        self._attempt("a worker with a false address", refused, f"{said} {len(calls)} calls came {gained or ''}")
+
+    def _try_squatting(self) -> None:
+        """Let another user take a coordinator's port."""
+        loopback = Loopback(self._deployment)
+        gained = loopback.squat()
+        self._secrets.append(loopback.token())
+        self._attempt("another user on the coordinator's port", not gained, gained)
+
+    def _tokens(self) -> list[str]:
+        """Return the tokens of people and workers, and the bootstrap token."""
+        found = self._deployment.coordinator.run("sh", "-c", f"cat *.token {DIRECTORY}/token").stdout
+        return found.split()
 
     def _try_cache(self) -> None:
         """Have a worker's host use a cache that another of its users made."""
@@ -264,7 +393,7 @@ class Campaign:
     def _judge_secrets(self, strangers: Strangers, probes: Sequence[dict[str, Any]]) -> None:
         """Search every log, every refusal and the coordinator's directory for tokens and keys."""
         host = self._deployment.coordinator
-        secrets = [*strangers.secrets(), host.run("cat", f"{DIRECTORY}/token").stdout.strip()]
+        secrets = [*strangers.secrets(), *self._tokens(), *self._secrets]
         key = host.run("cat", "/tmp/tls/tls.key").stdout.splitlines()[1:-1]
         secrets += [line for line in key if len(line) > 40]
         said = {path.name: path.read_text(errors="replace") for path in self._deployment.logs.glob("*.log")}

@@ -60,7 +60,7 @@ def test_unknown_built_in_says_what_was_meant_and_lists_all() -> None:
 
 def test_settings_of_built_ins_are_checked() -> None:
     assert "takes no 'answer_colum', did you mean 'answer_column'?" in refusal("math_accuracy", answer_colum="x")
-    assert "needs 'pattern' in its kwargs" in refusal("format_regex")
+    assert "needs 'pattern'; write it into the function's kwargs" in refusal("format_regex")
     assert "takes no 'completions'" in refusal("exact_match", completions=[])
 
 

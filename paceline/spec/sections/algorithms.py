@@ -148,7 +148,7 @@ class GrpoSection(AlgorithmSection):
 class AsyncGrpoSection(Section):
     """Limits how far generation may run ahead of training."""
 
-    max_trajectory_age_steps: Annotated[NonNegativeInt, Usual(0, 16, "0 to 16 in arXiv:2505.24298")] = 1
+    max_trajectory_age_steps: Annotated[NonNegativeInt, Usual(0, 16, "1 and 4 in NeMo RL")] = 1
     """η: largest age in steps for leases and batches; 0 is synchronous, on-policy GRPO. With `in_order` no token of a
     larger age is trained, with `ready_first` late groups are trained up to `hard_max_age`."""
     order: Literal["ready_first", "in_order"] = "ready_first"
@@ -192,7 +192,7 @@ class ExamplesSection(AlgorithmSection):
     max_num_epochs: PositiveFloat | None = None
     """The run ends after this many passes over the training data, unless max_num_steps ends it first. The number of
     steps is computed when the run is submitted. If max_num_steps is not set, the epochs alone decide."""
-    num_examples_per_step: Annotated[PositiveInt, Usual(1, 65_536, "512 in arXiv:2203.02155")] = 32
+    num_examples_per_step: Annotated[PositiveInt, Usual(1, 65_536, "512 in NeMo RL's SFT")] = 32
     """Examples in the batch of one step; a prompt with its chosen and rejected completions is one example."""
     seed: NonNegativeInt = 42
     """Seed of the order of the data and of a new head."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -33,6 +36,21 @@ class Usual:
 
 MAX_INT = (1 << 63) - 1
 """Largest integer that a message and the ledger hold."""
+LARGEST = {"_s": 1e9, "_hours": 1e6, "_mb": 2.0**42}
+"""Largest value of a unit, by the end of a key: waits and limits of the operating system overflow not far above."""
+
+
+@functools.cache
+def _kinds(annotation: Any) -> frozenset[Any]:
+    """Return the types that make up an annotation."""
+    parts = get_args(annotation)
+    return frozenset().union(*map(_kinds, parts)) if parts else frozenset((annotation,))
+
+
+def is_code_name(text: str) -> bool:
+    """Return whether a text is `path/to/file.py:function`."""
+    path, _, name = text.rpartition(":")
+    return bool(path) and name.isidentifier()
 
 
 class Section(BaseModel):
@@ -47,10 +65,24 @@ class Section(BaseModel):
         validate_default=True,
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number; pydantic reads them as 1 and 0."""
+        annotation: Any = cls.model_fields[info.field_name or ""].annotation
+        kinds = _kinds(annotation)
+        is_number = not kinds.isdisjoint((int, float)) and kinds.isdisjoint((bool, str, Any))
+        if is_number and any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])):
+            raise PydanticKnownError("float_type" if float in kinds else "int_type")
+        return value
+
     @model_validator(mode="after")
-    def _check_integers(self) -> Self:
+    def _check_sizes(self) -> Self:
         for name in type(self).model_fields:
             value = getattr(self, name)
+            largest = next((LARGEST[end] for end in LARGEST if name.endswith(end)), math.inf)
+            if isinstance(value, int | float) and value > largest:
+                raise ValueError(f"{name} is {value:g}, but must be at most {largest:g}")
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, int) and abs(number) > MAX_INT:
                     raise ValueError(f"{name} is {number}, but must be from {-MAX_INT} to {MAX_INT}")

@@ -166,7 +166,7 @@ class DataSection(Section):
     validation: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Data sets for evaluation, in the forms of `train`."""
     train_split: str = "train"
-    """Split of a `datasets` folder or a hub data set."""
+    """Split of a `datasets` folder or a hub data set, or a part of it such as `train[:90%]`."""
     validation_split: str = "test"
     """Split of the data set for evaluation."""
     train_config: str | None = None

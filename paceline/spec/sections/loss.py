@@ -79,7 +79,7 @@ class LossSection(Section):
     `log_linear` interpolates by the token's version."""
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
     """ε: the ratio is clipped from below at 1 - ε; 1 is no bound."""
-    ratio_clip_max: Annotated[NonNegativeFloat, Usual(0, 10, "0.2 in arXiv:1707.06347, 0.28 in arXiv:2503.14476")] = 0.2
+    ratio_clip_max: Annotated[NonNegativeFloat, Usual(0, 10, "0.2 in verl, 0.28 in arXiv:2503.14476")] = 0.2
     """ε_high: the ratio is clipped from above at 1 + ε_high."""
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
     """Constant c of the dual clip, which also bounds the ratio for negative advantages."""
@@ -116,7 +116,7 @@ class LossSection(Section):
     every group, each with a copy of the reference."""
     use_kl_in_reward: bool = False
     """Subtract β·KL from the reward instead of adding it to the loss."""
-    entropy_bonus: Annotated[NonNegativeFloat, Usual(0, 0.1, "0.01 in arXiv:1707.06347")] = 0.0
+    entropy_bonus: Annotated[NonNegativeFloat, Usual(0, 0.1, "0.001 in verl")] = 0.0
     """Weight of the mean entropy per token, which the loss rewards."""
     truncated_importance_sampling_ratio: Annotated[
         PositiveFloat | None, Usual(1, 100, "2, as in docs/use/objectives.md")

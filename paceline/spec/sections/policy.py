@@ -79,7 +79,7 @@ class OptimizerSection(Section):
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay factors of the two moments."""
-    eps: Annotated[PositiveFloat, Usual(1e-16, 1e-3, "1e-8 in arXiv:1711.05101")] = 1e-8
+    eps: Annotated[PositiveFloat, Usual(1e-16, 1e-3, "1e-8 in arXiv:2005.14165")] = 1e-8
     """Number added to the denominator of the update."""
     weight_decay: Annotated[NonNegativeFloat, Usual(0, 1, "0.1 in arXiv:2005.14165")] = 0.01
     """Decoupled weight decay, applied to matrices only."""
@@ -185,7 +185,7 @@ class LoraSection(Section):
 
     enabled: bool = False
     """Train an adapter."""
-    dim: Annotated[PositiveInt, Usual(1, 1024, "1 to 64 in arXiv:2106.09685")] = 8
+    dim: Annotated[PositiveInt, Usual(1, 1024, "16 in TRL, 32 and 64 in verl")] = 8
     """Rank of the adapter."""
     alpha: Annotated[PositiveInt, Usual(1, 4096, "alpha/dim scales the update, arXiv:2106.09685")] = 32
     """Scale of the adapter: its product is multiplied by alpha / dim."""
@@ -219,7 +219,7 @@ class GenerationSection(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Keep tokens with at least this fraction of the likeliest token's probability; a value above 0 biases the ratio,
     see allow_biased_sampling."""
-    repetition_penalty: Annotated[PositiveFloat, Usual(0.5, 2, "1.2 in arXiv:1909.05858")] = 1.0
+    repetition_penalty: Annotated[PositiveFloat, Usual(0.5, 2, "1 is none, arXiv:1909.05858")] = 1.0
     """Repetition penalty: divides positive and multiplies negative logits of tokens already in prompt or completion;
     other values than 1 bias the ratio, see allow_biased_sampling."""
     stop_token_ids: tuple[int, ...] = ()
@@ -396,7 +396,7 @@ class ValueSection(Section):
     """Optimizer of the value model; the shape of the schedule is the policy's."""
     max_grad_norm: Annotated[PositiveFloat, Usual(1e-3, 1e3, "1.0 in arXiv:2005.14165")] = 1.0
     """Gradients of the value model are clipped to this global norm."""
-    cliprange: Annotated[PositiveFloat | None, Usual(0.01, 10, "0.2 in arXiv:1707.06347")] = 0.2
+    cliprange: Annotated[PositiveFloat | None, Usual(0.01, 10, "0.2 in TRL, 0.5 in verl")] = 0.2
     """A change of a value since the start of the step lowers the loss only up to this size; null: no bound."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     """λ of GAE: 0 uses the next token's value, 1 the reward alone."""

@@ -236,7 +236,7 @@ class LoggerSection(Section):
         return trackers
 
 
-WORKERS = "a coordinator serves 8,192 members at most"
+WORKERS = "1,000 members in docs/operate/performance.md"
 
 
 class ClusterSection(Section):

@@ -11,7 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Usual
+from paceline.spec.sections.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Usual,
+    is_code_name,
+)
 
 TurnAdvantage = Literal["outcome", "discounted", "turn_level"]
 
@@ -26,7 +34,7 @@ class RewardFunctionSection(Section):
     """A built-in's name, or `path/to/file.py:function`."""
     name: str | None = None
     """Name in metrics and samples; default: the function's name."""
-    weight: Annotated[float, Usual(-100, 100, "1 in arXiv:2501.12948")] = 1.0
+    weight: Annotated[float, Usual(-100, 100, "1 in TRL")] = 1.0
     """Factor in the sum of rewards."""
     weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()
     """Factors by step instead of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear between them,
@@ -55,6 +63,13 @@ class RewardFunctionSection(Section):
             return points[max(0, after - 1)][1]
         (start, low), (end, high) = points[after - 1], points[after]
         return low + (high - low) * (step - start) / (end - start)
+
+    @field_validator("function")
+    @classmethod
+    def _check_function(cls, text: str) -> str:
+        if ":" in text and not is_code_name(text):
+            raise ValueError(f"is {text[:200]!r}, but must be a built-in's name or path/to/file.py:function")
+        return text
 
     @field_validator("weight_schedule")
     @classmethod

@@ -182,8 +182,9 @@ def run_here(
     cluster = LocalCluster(
         directory, sizes, host=host, port=port, grace_s=grace_s, options=options, say=say, gpus=gpus, preload=modules
     )
+    interrupted: list[str] = []
     with ends_with_signals(), contextlib.ExitStack() as stack:
-        stack.callback(_stop, cluster, say)
+        stack.callback(_stop, cluster, interrupted, say)
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
         client = stack.enter_context(Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf))
         cluster.on_failure = client.close
@@ -197,7 +198,7 @@ def run_here(
             start_page(cluster, host, say)
         if any(each.logger.trackers or each.logger.webhooks for each in specs):
             cluster.start_trackers()
-        with _ends_explained(cluster, directory, say):
+        with _ends_explained(cluster, directory, say, run_ids, interrupted):
             succeeded = [_follow(client, run_id, left.events.get(run_id, 0), shown) for run_id in run_ids]
         if keep:
             _wait_until_interrupted(cluster, say)
@@ -207,11 +208,19 @@ def run_here(
 
 
 @contextlib.contextmanager
-def _ends_explained(cluster: LocalCluster, directory: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """After Ctrl-C print the command that continues the runs; after another error raise a given-up service's fault."""
+def _ends_explained(
+    cluster: LocalCluster,
+    directory: Path,
+    say: Callable[[str], None],
+    run_ids: Sequence[str],
+    interrupted: list[str],
+) -> Iterator[None]:
+    """After Ctrl-C print the command that continues the runs, and note the runs as interrupted; after another error
+    raise a given-up service's fault."""
     try:
         yield
     except KeyboardInterrupt:
+        interrupted += run_ids
         say(f"stopping; `paceline up --directory {directory}` continues the open runs")
         raise click.exceptions.Exit(INTERRUPTED) from None
     except PacelineError:
@@ -294,9 +303,13 @@ def _wait_until_interrupted(cluster: LocalCluster, say: Callable[[str], None]) -
         say("stopping")
 
 
-def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
+def _stop(cluster: LocalCluster, interrupted: Sequence[str], say: Callable[[str], None]) -> None:
+    """End the services, and name the interrupted runs that have ended meanwhile."""
     try:
         cluster.stop()
+        left = left_runs(cluster.directory / LEDGER_NAME) if interrupted else LeftRuns()
+        for run_id in left.ended.keys() & interrupted:
+            say(f"run {run_id} has ended before its services ({left.ended[run_id]}); nothing of it is left to continue")
     except KeyboardInterrupt:
         say("ended without waiting for the services; the next `paceline up` computes again what was not submitted")
         raise click.exceptions.Exit(INTERRUPTED) from None
@@ -352,7 +365,7 @@ class Failed(NamedTuple):
 
 @dataclass
 class LeftRuns:
-    """Open and failed runs by id, oldest first."""
+    """Open, failed and ended runs by id, oldest first."""
 
     open: dict[str, RunSpec] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -360,6 +373,8 @@ class LeftRuns:
     failed: dict[str, Failed] = field(default_factory=dict)
     events: dict[str, int] = field(default_factory=dict)
     """Sequence number of the newest event of each run, by run id."""
+    ended: dict[str, str] = field(default_factory=dict)
+    """State of each ended run, by run id."""
 
     def advice(self, resumed: Sequence[str] = ()) -> list[str]:
         """Return a sentence for each run that needs a person, except for the runs in `resumed`."""
@@ -413,7 +428,9 @@ def left_runs(ledger_path: Path) -> LeftRuns:
                 left.events[run_id] = ledger.last_sequence(run_id)
             if row["state"] == "failed":
                 left.failed[run_id] = Failed(row["message"], row["spec_yaml"])
-            elif row["state"] not in ENDED_STATES:
+            elif row["state"] in ENDED_STATES:
+                left.ended[run_id] = row["state"]
+            else:
                 try:
                     left.open[run_id] = spec_of_run(run_id, row["spec_yaml"])[0]
                 except SpecError as error:

@@ -130,7 +130,13 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
             headers["WWW-Authenticate"] = "Bearer"
         return web.json_response(body, status=status, headers=headers)
     except web.HTTPException as error:
-        message = f"{request.method} {request.path}: {error.reason}; see /v1/models for the models of this server"
+        routes = {
+            f"{route.method} {route.resource.canonical}": None
+            for route in request.app.router.routes()
+            if route.resource
+        }
+        known = ", ".join(route for route in routes if not route.startswith("HEAD"))
+        message = f"{request.method} {request.path[:200]}: {error.reason}; the routes of this server are {known}"
         return web.json_response(error_body(message, "invalid_request_error"), status=error.status)
     except Exception as error:  # any error is answered to its sender, and others continue to be served
         message = unforeseen.note(f"an HTTP {request.method}", error)

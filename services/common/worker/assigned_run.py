@@ -13,7 +13,7 @@ from paceline.bundle import allowed as allowed_code
 from paceline.bundle.manifest import Kind, for_submitter
 from paceline.calls.bundle_transfer import unpacked_spec
 from paceline.calls.token import open_channel
-from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
+from paceline.errors import DataError, InvalidInput, SpecError, Unavailable, Unreadable
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.spec import RunSpec
 from paceline.spec.reading import code_paths, spec_from_ledger
@@ -144,4 +144,6 @@ class BundledSpec:
             yield
         except InvalidInput as error:
             root = None if self._unpacked is None else self._unpacked.root
-            raise type(error)(for_submitter(str(error), self.original, self.spec, root)) from error
+            is_of_data = isinstance(error, DataError | Unreadable)
+            text = for_submitter(str(error), self.original, self.spec, root, is_of_data=is_of_data)
+            raise type(error)(text) from error

@@ -225,6 +225,9 @@ class Exchange(RunState):
     def num_steps(self, run: ActiveRun) -> int:
         return self.end_step or run.spec.max_num_steps
 
+    def is_active(self, run_id: str) -> bool:
+        return self.active is not None and self.active.run_id == run_id
+
     def withheld(self, run: ActiveRun) -> bool:
         """Return whether the run is paused for a reason that would recur, so that its learner gets no batch."""
         row = self.ledger.run(run.run_id)
@@ -318,9 +321,10 @@ class Exchange(RunState):
         group_id = row["group_id"]
         self.groups.drop(run_id, group_id, reason)
         self.ledger.remove_payloads(run_id, group_id)
-        self.reserved.pop(group_id, None)
-        self.slots_changed()
-        self._freed = True
+        if self.is_active(run_id):
+            self.reserved.pop(group_id, None)
+            self.slots_changed()
+            self._freed = True
         self.ledger.deaths.remove_group(run_id, group_id)
         if row["class"] == "train":
             self.ledger.count(run_id, f"groups:dropped:{reason}")

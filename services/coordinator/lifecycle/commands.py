@@ -134,24 +134,24 @@ class Commands:
         return member
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
-        """Drop groups of the fixed batch, which ends the session. Raises NotFound, Conflict, InvalidInput."""
+        """Drop groups of the fixed batch of a paused run, also if another run has the workers; end the session of the
+        run that has them. Raises NotFound, Conflict, InvalidInput."""
+        spec, _ = await asyncio.to_thread(spec_of_run, run_id, self._ledger.run(run_id)["spec_yaml"])
         async with self._context.lock:
-            row, run = self._ledger.run(run_id), self._exchange.active
+            row = self._ledger.run(run_id)
             if row["state"] != "paused":
                 raise Conflict(
                     f"run {run_id} is {row['state']}; groups are dropped only while it is paused (`paceline pause`)"
                 )
-            if run is None or run.run_id != run_id:
-                raise Conflict(
-                    f"run {run_id} is paused, but its workers are with {'another run' if run is None else run.run_id}; groups "
-                    "are dropped only from the run that has the workers: `paceline resume` queues the run, and drop when it "
-                    "is paused again"
-                )
+            active, run = self._exchange.active, ActiveRun(run_id, spec, None, None)
+            if active is not None and active.run_id == run_id:
+                run = active
             with self._ledger.transaction():
                 selection.drop_from_batch(self._exchange, run, group_ids, time.monotonic())
                 notices = self._exchange.take_notices()
                 self._context.run_log.write_down(notices)
-        self._assignments.end_session()
+        if run is active:
+            self._assignments.end_session()
         await self._context.watchers.notify("lease", "batch")
 
 

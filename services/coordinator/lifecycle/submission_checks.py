@@ -20,7 +20,7 @@ from paceline.data.tokens import changed_text, reads_tools
 from paceline.errors import DataError, InvalidInput, PacelineError, SpecError, Unreadable
 from paceline.files.storage import Folder, check_readable, is_url
 from paceline.host.regular_file import read_named
-from paceline.models.architectures import check_architecture
+from paceline.models.architectures import check_architecture, check_weights
 from paceline.services.coordinator.lifecycle.run_data import RunData, open_data
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS
@@ -232,30 +232,10 @@ def _check_models(spec: RunSpec) -> list[str]:
             )
             continue
         if field == "policy.model_name":
-            _check_weights(Path(name).expanduser(), config, f"{field} {name!r}")
+            check_weights(Path(name).expanduser(), config, f"{field} {name!r}")
             if isinstance(config, dict):
                 check_architecture(config, f"{field} {name!r}")
     return warnings
-
-
-def _check_weights(path: Path, config: Any, what: str) -> None:
-    """Raise InvalidInput for a path on this machine whose weights cannot be trained: a file, an empty folder, GGUF, a
-    quantised model. A folder without weights may be a copy of the tokenizer, so the workers judge it."""
-    if path.is_file():
-        raise InvalidInput(f"{what} is a file; name the model's folder, with config.json and *.safetensors")
-    if not path.is_dir():
-        return
-    remedy = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
-    if next(path.iterdir(), None) is None:
-        raise InvalidInput(f"{what} is an empty folder; {remedy}")
-    if next(path.glob("*.gguf"), None) and not next(path.glob("*.safetensors"), None):
-        raise InvalidInput(f"{what} has its weights as GGUF, which cannot be trained; {remedy}")
-    quantised = config.get("quantization_config") if isinstance(config, dict) else None
-    if isinstance(quantised, dict):
-        method = quantised.get("quant_method", "an unnamed method")
-        raise InvalidInput(
-            f"{what} is quantised ({method!s:.40}), and cannot be trained; name the model that was quantised"
-        )
 
 
 def _config_of(name: str, field: str) -> Any:

@@ -26,9 +26,9 @@ from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.access.rights import COMPLETIONS
 from paceline.services.common.serving.json_http import HttpGuard, JsonListener, event_stream, send_event
-from paceline.services.openai.answers import Answer
+from paceline.services.openai.answers import Answer, PlainAnswer
 from paceline.services.openai.frames import Choice, Delta, Event, Frame, model_name
-from paceline.services.openai.requests import ChatAsk, CompletionAsk, read_ask
+from paceline.services.openai.requests import ChatAsk, CompletionAsk, read_ask, read_plain_ask
 from paceline.services.openai.responses import ResponseAnswer, fields_of_responses, read_responses_ask
 from paceline.services.openai.token_route import TokenAnswer, TokenAsk
 from paceline.services.rollout.group_sampler import gather_or_cancel
@@ -102,6 +102,7 @@ class Endpoint:
         router.add_post("/v1/completions", partial(self._complete, CompletionAsk, "cmpl"))
         router.add_post("/v1/responses", self._respond)
         router.add_post("/inference/v1/generate", self._generate)
+        router.add_post("/generate", self._plain)
         router.add_post("/v1/feedback", self._feedback)
 
     @property
@@ -146,6 +147,11 @@ class Endpoint:
         served, answer_id = self._served(), uuid.uuid4().hex
         answer = TokenAnswer(answer_id, ask, served.run_id, _version(served))
         return await self._answer(request, served, ask, answer_id, answer)
+
+    async def _plain(self, request: web.Request) -> web.StreamResponse:
+        body, served, answer_id = await self._listener.body(request), self._served(), uuid.uuid4().hex
+        answer = PlainAnswer(answer_id, served.run_id, _version(served))
+        return await self._answer(request, served, read_plain_ask(body, served.run_id), answer_id, answer)
 
     async def _feedback(self, request: web.Request) -> web.StreamResponse:
         if self._recorder is None:

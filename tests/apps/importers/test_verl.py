@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.apps.importers.verl import ADAPTER, convert
+from paceline.errors import SpecError
 
 COMPUTE_SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -40,6 +41,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             {"reference_policy_kl_penalty": 0.02, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
         ),
         ({"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}, "loss_fn", {"reduction": "grpo"}),
+        (
+            {"data.apply_chat_template_kwargs.reasoning_effort": "medium"},
+            "data",
+            {"chat_template_kwargs": {"reasoning_effort": "medium"}},
+        ),
         ({"critic.optim.lr": "1e-5"}, "value", {"optimizer": {"lr": 1e-5}}),
     ],
 )
@@ -72,6 +78,38 @@ def test_the_adapter_calls_the_function_with_verls_arguments(tmp_path: Path) -> 
     chat = [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]]
     assert reward(completions=chat, reward_model=truth, data_source=["a", "a"]) == [1.0, 0.0]
     assert reward(completions=["5", "4"], reward_model=truth) == [0.0, 1.0]
+
+
+def test_the_adapter_passes_the_arguments_of_the_reward_function(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus, deep):\n"
+        "    return bonus + deep['a'] if solution_str == ground_truth else 0\n"
+    )
+    kwargs = {"custom_reward_function.reward_kwargs.bonus": 0.5, "custom_reward_function.reward_kwargs.deep.a": 2}
+    done = convert({"custom_reward_function.path": "score.py"} | kwargs)
+    (tmp_path / ADAPTER).write_text(done.files[ADAPTER])
+    reward = runpy.run_path(str(tmp_path / ADAPTER))["reward"]
+    assert reward(completions=["4", "5"], reward_model=[{"ground_truth": "4"}] * 2) == [2.5, 0.0]
+    assert done.left_out == []
+    whole = convert({"custom_reward_function.path": "score.py", "custom_reward_function.reward_kwargs": {"bonus": 1}})
+    assert '{"bonus": 1}' in whole.files[ADAPTER]
+
+
+@pytest.mark.parametrize("section", ["reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"])
+def test_a_length_penalty_is_a_reward(section: str) -> None:
+    settings = {f"{section}.enable": True, f"{section}.len": 40, f"{section}.penalty_factor": 0.5}
+    done = convert(settings | {"data.max_response_length": 100, "reward_model.reward_manager": "dapo"})
+    kwargs = {"max_completion_tokens": 100, "soft_tokens": 40}
+    assert done.tree["rewards"][1] == {"function": "soft_overlong", "weight": 0.5, "kwargs": kwargs}
+    assert done.left_out == []
+    assert len(convert(settings | {f"{section}.enable": False, "data.max_response_length": 100}).tree["rewards"]) == 1
+
+
+def test_samples_with_images_are_refused_by_name() -> None:
+    with pytest.raises(SpecError, match=r"data\.image_key 'images': samples with images cannot be trained"):
+        convert({"data.image_key": "images"})
+    composed = convert({"data.image_key": "images", "data.video_key": "videos"})
+    assert any(line.startswith("data.image_key") for line in composed.left_out), "a default of every configuration"
 
 
 def test_the_adapter_without_a_function_compares_the_final_answer(tmp_path: Path) -> None:

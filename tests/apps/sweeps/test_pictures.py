@@ -50,6 +50,11 @@ def test_every_picture_and_every_trial_is_there(page: str) -> None:
     assert "Best: 0." in json.dumps(content_of(page)["blocks"])
 
 
+def test_a_measure_of_steps_says_that_it_is_a_mean() -> None:
+    said = str(content_of(pictures.report(sweep_of(of="step", last_steps=3), [], {}, None))["blocks"])
+    assert "maximize reward of each trial, the mean of its last 3 steps." in said
+
+
 def test_a_browser_draws_every_picture(page: str, tmp_path: Path, chromium: Any) -> None:
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
     shown, said = chromium.new_page(), []

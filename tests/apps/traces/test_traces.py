@@ -44,7 +44,7 @@ def test_a_file_without_lists_is_refused(runs: Path, tmp_path: Path) -> None:
 
 def test_pairs_are_rows_of_preferences_with_a_report(tmp_path: Path) -> None:
     traces = tmp_path / "traces.jsonl"
-    rows = [{"question": f"{n}", "answer": f"{r}", "score": r} for n in range(20) for r in (1.0, 0.6, 0.2)]
+    rows = [{"question": f"{n}", "answer": f"{r}", "score": r} for n in range(20) for r in (0.9, 0.6, 0.3)]
     traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = ("--prompt-key", "question", "--completion-key", "answer", "--reward-key", "score")
     files = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
@@ -56,7 +56,7 @@ def test_pairs_are_rows_of_preferences_with_a_report(tmp_path: Path) -> None:
     assert len(pairs[0]) + len(pairs[1]) == 20
     assert pairs[1]
     read = read_preference(pairs[0][0], DataSection(train="unused"))
-    assert (read.chosen, read.rejected, read.margin) == ("1.0", ("0.2",), 0.8)
+    assert (read.chosen, read.rejected, read.margin) == ("0.9", ("0.3",), 0.6), "0.9 - 0.3 is not 0.6 in binary"
 
 
 def test_traces_without_a_pair_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from paceline.bundle.manifest import (
     BundledFile,
     Kind,
     Manifest,
+    for_submitter,
     localized,
     path_of_data,
     path_of_file,
@@ -94,3 +95,18 @@ def test_a_folder_with_data_is_localized_as_a_whole() -> None:
     spec = spec_of(train="/home/me/run/saved")
     manifest = Manifest.of([entry("data/folder/saved/part/0.arrow", "data")])
     assert localized(spec, manifest, Path("/c")).data.train == "/c/data/folder/saved"
+
+
+def test_a_message_that_is_not_of_data_keeps_its_quotations(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("{}\n")
+    tree = {
+        "policy": {"model_name": "m"},
+        "data": {"train": f"{tmp_path}/d.jsonl"},
+        "rewards": [{"function": "length"}],
+    }
+    spec = RunSpec.model_validate(tree)
+    said = "reward function 'length' needs 'tolerance_tokens'"
+    assert for_submitter(said, spec, spec, None, is_of_data=False) == said
+    assert for_submitter(said, spec, spec, None) == "reward function 'length' needs (not shown)"
+    named = f"{tmp_path}/d.jsonl has 'a secret'"
+    assert for_submitter(named, spec, spec, None, is_of_data=False) == f"{tmp_path}/d.jsonl has (not shown)"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from paceline.calls.token import is_same, known_token, make_token, metadata, read_token, token_path
+from paceline.encryption.storage_key import FILE_VARIABLE, storage_key
 from paceline.errors import InvalidInput
 from paceline.services.cli.main import main
+from paceline.tls.folder import TlsFolder
 
 
 def test_a_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
@@ -29,6 +32,19 @@ def test_a_file_without_a_token_is_refused(tmp_path: Path) -> None:
     assert read_token(tmp_path / "none") == ""
     (tmp_path / "token").write_bytes(b"\xff\xfe")
     assert read_token(tmp_path / "token") == ""
+
+
+def test_what_is_no_file_or_a_large_one_has_no_token(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_text("a" * (1 << 20))
+    for path in (tmp_path / "pipe", tmp_path / "large", tmp_path, Path("/dev/zero")):
+        assert read_token(path) == ""
+    os.mkfifo(tmp_path / "ca.crt")
+    with pytest.raises(InvalidInput, match=r"ca\.crt cannot be read: the path is a pipe"):
+        TlsFolder(tmp_path).read()
+    storage_key_file = str(tmp_path / "pipe")
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        storage_key({FILE_VARIABLE: storage_key_file})
 
 
 def test_only_the_whole_token_is_right() -> None:

@@ -101,9 +101,9 @@ def test_an_algorithm_says_the_format_that_it_reads(tmp_path: Path, algorithm: s
     assert len(rows) == {"trace": 1}.get(row, 4 if algorithm == "kto" and "pair" in row and row != "unpaired" else 2)
     said = report_of(rows, spec)
     if row == "nemo":
-        assert said == "NeMo RL's prompt-response (input, output), standard"
+        assert said == "prompts with completions, in the format NeMo RL's prompt-response (input, output), standard"
     else:
-        assert said.startswith(str(format_of_row(ROWS[row], DATA)))
+        assert f", in the format {format_of_row(ROWS[row], DATA)}" in said
 
 
 @pytest.mark.parametrize(

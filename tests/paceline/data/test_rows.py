@@ -173,6 +173,31 @@ def test_a_data_set_saved_to_disk_has_splits(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("split", "numbers"),
+    [
+        ("train[:80%]", [0, 1, 2, 3]),
+        ("train[-1:]+test", [4, 9]),
+        ("train[1:3]", [1, 2]),
+        ("train+test[:0]", [0, 1, 2, 3, 4]),
+    ],
+)
+def test_a_part_of_a_split_is_written_as_in_datasets(tmp_path: Path, split: str, numbers: list[int]) -> None:
+    splits = {"train": range(5), "test": [9]}
+    rows = {name: datasets.Dataset.from_dict({"prompt": [str(n) for n in part]}) for name, part in splits.items()}
+    datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "set"))  # type: ignore[arg-type]
+    found = open_rows(str(tmp_path / "set"), split)
+    assert [int(found[index]["prompt"]) for index in range(len(found))] == numbers
+
+
+@pytest.mark.parametrize("split", ["train[:x]", "train[:500%]", "train[9:]", "dev[:10%]", "train[", "", "train[:1e9]"])
+def test_a_part_that_is_none_is_refused_with_the_form(tmp_path: Path, split: str) -> None:
+    rows = {"train": datasets.Dataset.from_dict({"prompt": ["a", "b"]})}
+    datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "set"))  # type: ignore[arg-type]
+    with pytest.raises(DataError):
+        open_rows(str(tmp_path / "set"), split)
+
+
 def test_a_data_set_of_several_configurations_needs_one_by_name(tmp_path: Path) -> None:
     """A folder with the card of a data set on the hub."""
     files = "".join(f"  - {{config_name: {name}, data_files: {name}.jsonl}}\n" for name in ("main", "extra"))

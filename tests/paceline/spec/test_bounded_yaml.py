@@ -42,7 +42,6 @@ def test_valid_values_are_read_as_by_the_safe_loader() -> None:
         ("a: '" + "x" * (MAX_SCALAR + 1) + "'", "characters; at most 65536 are allowed"),
         ("x" * (MAX_BYTES + 1), "bytes; at most 1048576 are allowed"),
         ("a: " + "9" * 5000, "number in line 1 has 5000 characters and cannot be read"),
-        ("a: " + ":".join(["59"] * 9000), "number in line 1 has 26999 characters"),
         ("a: 1" + "_" * 2000 + ".5", "number in line 1 has 2003 characters"),
         ("a: 2026-13-45", "cannot be read"),
         ("[", "not valid YAML"),
@@ -53,6 +52,10 @@ def test_valid_values_are_read_as_by_the_safe_loader() -> None:
 def test_a_text_beyond_the_limits_is_refused_with_a_sentence(text: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         load(text)
+
+
+def test_numbers_of_yaml_1_1_alone_are_texts() -> None:
+    assert load("a: [1:30, 010, 0x10, 1_000, -0, 0.5]") == {"a": ["1:30", "010", 16, 1000, 0, 0.5]}
 
 
 @pytest.mark.parametrize("readings", [3, 7], ids=["while it is read", "while values are made of it"])

@@ -380,6 +380,14 @@ def test_the_rest_of_the_sequence_is_the_longest_completion(spec_path: Path) -> 
     assert spec.policy.generation.max_new_tokens == 63
 
 
+def test_a_key_that_is_written_twice_in_an_override_is_refused(spec_path: Path) -> None:
+    with pytest.raises(SpecError, match="'seed' is in line 1 and again in line 1"):
+        load_spec(spec_path, ["grpo={seed: 1, seed: 2}"])
+    for value in ("9" * 5000, "[" * 5000, "\x00"):
+        with pytest.raises(SpecError):
+            load_spec(spec_path, [f"grpo.seed={value}"])
+
+
 def test_a_key_that_is_written_twice_in_one_line_is_refused(spec_path: Path) -> None:
     spec_path.write_text("policy: {model_name: a, model_name: b}\n")
     with pytest.raises(SpecError, match="'model_name' is in line 1 and again in line 1"):

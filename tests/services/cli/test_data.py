@@ -44,7 +44,7 @@ def test_test_questions_among_the_training_data_are_warned_of(tmp_path: Path) ->
     (overlap,) = facts["overlap"]
     assert (overlap["rows"], overlap["compared"], overlap["first"]) == (2, 3, 0)
     assert facts["samples"][2]["parts"] == [["How are you?", False], ["\\x1b[2J7", True]]
-    assert facts["train"]["format"] == "TRL's prompt-completion, standard"
+    assert facts["train"]["format"] == "prompts with completions, in the format TRL's prompt-completion, standard"
 
 
 def test_gold_answers_without_a_score_are_warned_of(tmp_path: Path) -> None:

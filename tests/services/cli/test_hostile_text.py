@@ -9,7 +9,7 @@ import pytest
 from command_line import paceline
 from trained_ledger import RUN_ID, Writer
 
-from paceline.services.cli import chat
+from paceline.services.cli import chat, render
 from paceline.services.cli.running import watching
 from paceline.v1 import rollout_pb2
 
@@ -92,3 +92,9 @@ def test_the_run_in_front_of_a_queued_one_is_named_as_text(capsys: pytest.Captur
         said = capsys.readouterr().err
     assert "second waits for first" in said
     assert unsafe_in(said) == []
+
+
+def test_one_long_cell_pads_no_other_row(capsys: pytest.CaptureFixture[str]) -> None:
+    render.print_table(["run", "message"], [["a-1", ""], ["a-2", "why " * 90], ["a-3", "short"]], empty="")
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line) < 20 for line in lines] == [True, True, False, True]

@@ -228,7 +228,7 @@ def test_watch_shows_how_a_run_ended(shared_cluster: LocalCluster, spec_path: Pa
     text = paceline("watch", run_id, coordinator=at)
     assert text.exit_code == 1, "the run did not succeed"
     lines = text.stdout.splitlines()
-    assert lines[0] == f"{run_id}  the run is queued: data.train: TRL's prompt-only, standard"
+    assert lines[0] == f"{run_id}  the run is queued: data.train: prompts, in the format TRL's prompt-only, standard"
     assert f"{run_id}  the run was cancelled: cancelled by request" in lines
     assert f"{run_id} cancelled after 0 of 100 steps" in lines[-2:]
     as_json = paceline("watch", run_id, "--json", coordinator=at)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from command_line import paceline
 
 
@@ -36,3 +39,36 @@ def test_the_sections_are_listed() -> None:
 
 def test_json_has_one_line_for_each_key() -> None:
     assert paceline("spec", "--explain", "name", "--json").stdout.startswith('{"key": "')
+
+
+SPEC = "{policy: {model_name: ./model}, data: {train: d.jsonl}, rewards: [{function: exact_match}]}"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"model-q4.gguf": "GGUF"}, "has its weights as GGUF, which cannot be trained"),
+        ({"config.json": "{}", "pytorch_model.bin": ""}, "has its weights as pickled files, which cannot be trained"),
+        ({"adapter_config.json": "{}"}, "has a LoRA adapter without its model"),
+        ({}, "is an empty folder"),
+        ({"config.json": '{"quantization_config": {"quant_method": "fp8"}}'}, "is quantised (fp8)"),
+        ({"config.json": '{"model_type": "mamba"}'}, "models of type 'mamba' are not supported"),
+        ({"config.json": "[]"}, ""),
+    ],
+)
+def test_a_model_that_cannot_train_is_said_by_spec(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    (tmp_path / "model").mkdir()
+    for name, text in files.items():
+        (tmp_path / "model" / name).write_text(text)
+    result = paceline("spec", str(tmp_path / "spec.yaml"))
+    assert said in result.stderr
+    assert result.exit_code == (1 if said else 0)
+
+
+def test_a_setting_that_a_built_in_needs_is_said_by_spec(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    result = paceline("spec", str(tmp_path / "spec.yaml"), "rewards.0.function=length")
+    assert result.stderr == (
+        "Error: rewards.0: reward function 'length' needs 'tolerance_tokens'; write it into the function's kwargs\n"
+    )

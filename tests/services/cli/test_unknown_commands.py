@@ -64,6 +64,15 @@ def test_an_option_that_is_a_setting_says_how_it_is_written(option: str, answer:
     assert answer in setting_for(option)
 
 
+@pytest.mark.parametrize("command", ["dpo", "sft", "grpo"])
+def test_every_algorithm_runs_without_the_page(command: str) -> None:
+    assert "--no-page" in paceline(command, "--help").stdout
+
+
+def test_json_of_several_objects_is_announced_as_lines() -> None:
+    assert "one object a line" in paceline("metrics", "--help").stdout
+
+
 def test_an_option_that_means_nothing_gets_no_answer() -> None:
     assert setting_for("--frobnicate") == setting_for("-x") == setting_for("--") == ""
 

@@ -233,7 +233,8 @@ REASON = "by_request"
 
 def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: float) -> None:
     """Drop groups of the fixed, untrained batch for the reason `by_request`. The next revision is fixed as soon as
-    there are enough scored groups. Runs inside a transaction. Raises Conflict, InvalidInput."""
+    there are enough scored groups, and the run has the workers. Runs inside a transaction. Raises Conflict,
+    InvalidInput."""
     if len(group_ids) > run.batch_size:
         raise InvalidInput(
             f"{len(group_ids)} groups are named, but a batch has only {run.batch_size} (grpo.num_prompts_per_step)"
@@ -242,7 +243,7 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
     step, dropped = row["next_step"], sorted(set(group_ids))
     if not dropped:
         raise InvalidInput("name at least one group to drop")
-    if row["next_batch"] <= step or run.prompts is None:
+    if row["next_batch"] <= step or not run.spec.samples:
         raise Conflict(f"run {run.run_id} has no batch that is fixed and not trained; its next step is {step}")
     in_batch = {group["group_id"]: group for group in exchange.group_queries.of_step(run.run_id, step)}
     missing = [group_id for group_id in dropped if group_id not in in_batch]
@@ -255,13 +256,14 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
     for group_id in dropped:
         exchange.drop(run, in_batch[group_id], REASON)
     session_faults.reset(exchange, run.run_id)
-    fixed = fix(exchange, run, now_s)
-    when = (
-        "the batch is fixed again without these groups"
-        if fixed
-        else "the batch is fixed again when enough groups are scored"
-    )
-    exchange.warn(f"groups {dropped} of step {step} were dropped by request; {when}")
+    message = f"groups {dropped} of step {step} were dropped by request; the batch is fixed again"
+    if not exchange.is_active(run.run_id):
+        then = f"{message} when the run has workers"
+        exchange.ledger.add_event(run.run_id, "warning", {"message": then})
+    elif fix(exchange, run, now_s):
+        exchange.warn(f"{message} without these groups")
+    else:
+        exchange.warn(f"{message} when enough groups are scored")
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:

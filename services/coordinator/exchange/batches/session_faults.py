@@ -66,7 +66,8 @@ def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
 
 def reset(exchange: Exchange, run_id: str) -> None:
     """Reset the count of ended sessions, because a person resumes the run or has changed the batch."""
-    exchange.training = None
+    if exchange.is_active(run_id):
+        exchange.training = None
     exchange.ledger.session_faults.remove_run(run_id)
 
 

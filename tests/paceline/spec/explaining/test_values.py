@@ -19,6 +19,26 @@ def refusal(override: str) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("grpo.max_num_steps=true", "grpo.max_num_steps: must be an integer (got True)"),
+        ("grpo.max_num_steps=yes", "grpo.max_num_steps: must be an integer (got True)"),
+        ("policy.optimizer.lr=true", "policy.optimizer.lr: must be a number (got True)"),
+        ("policy.optimizer.betas=[true,0.9]", "policy.optimizer.betas: must be a number (got [True, 0.9])"),
+        ("grpo.max_num_steps=1:30", "grpo.max_num_steps: must be an integer (got '1:30')"),
+        ("rewards.0.timeout_s=1e300", "rewards.0: timeout_s is 1e+300, but must be at most 1e+09"),
+        ("rewards.0.memory_mb=9e18", "rewards.0: memory_mb is 9e+18, but must be at most 4.39805e+12"),
+        (
+            "grpo.num_prompts_per_step=4611686018427387904",
+            "grpo.num_prompts_per_step 4611686018427387904 × num_generations_per_prompt 8 × "
+            "(async_grpo.max_trajectory_age_steps 1 + 1) are 73786976294838206464 completions under way, but at most "
+            "2147483647 are possible; reduce one of them",
+        ),
+        *(
+            (
+                f"rewards.0.function={name}",
+                f"rewards.0.function: is '{name}', but must be a built-in's name or path/to/file.py:function",
+            )
+            for name in (":f", "x.py:1f", "x.py:f g")
+        ),
         ("grpo.seed=many", "grpo.seed: must be an integer (got 'many')"),
         ("grpo.seed=1.5", "grpo.seed: must be an integer (got 1.5)"),
         ("grpo.seed=-1", "grpo.seed: must be greater than or equal to 0 (got -1)"),
@@ -32,6 +52,10 @@ def refusal(override: str) -> str:
             "(got {'Human': {'input': None}})",
         ),
         ("generation.model_name=x", "generation.model_name: unknown key; write policy.model_name or value.model_name"),
+        (
+            "eval.num_tests_per_prompt=16",
+            "eval.num_tests_per_prompt: unknown key; NeMo RL's 'eval.num_tests_per_prompt' is grpo.val_samples_per_prompt in Paceline",
+        ),
         ("loss_fn.veto=[1,2,3]", "loss_fn.veto: must have 2 values (got [1, 2, 3])"),
         (
             "policy.scheduler=cosine",

@@ -14,6 +14,7 @@ from command_line import paceline
 from model_shapes import HALF_BILLION
 
 from paceline.client import Client
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.local.cluster import LocalCluster
 
 SPEC = "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}"
@@ -71,6 +72,22 @@ def test_a_signal_during_a_run_names_the_way_to_go_on(
     result = up()
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1].startswith("stopping; `paceline up --directory")
+
+
+def test_a_run_that_ends_after_the_signal_is_named(up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(cluster: LocalCluster) -> None:
+        ledger = Ledger(cluster.directory / "ledger.sqlite")
+        with ledger.transaction():
+            ledger.add_run("default-1", SPEC, str(cluster.directory / "default-1"))
+            ledger.update_run("default-1", state="succeeded")
+        ledger.close()
+
+    monkeypatch.setattr("paceline.services.cli.running.up._follow", interrupted)
+    result = up(stop=finish)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == (
+        "run default-1 has ended before its services (succeeded); nothing of it is left to continue"
+    )
 
 
 def test_a_second_signal_ends_without_a_word_of_click(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from control_plane import DEADLINE_S, Plane, Worker, learner, rollout
+from control_plane import DEADLINE_S, Plane, Worker, learner, refusal, rollout
 
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.exchange import leases
@@ -175,6 +175,8 @@ async def test_a_paused_run_makes_room_for_an_equal_priority_also_with_a_batch_i
     assert (await trainer.hear("idle")).reason == f"run {other} goes first, because run {run_id} is paused"
     assert (await trainer.hear("run")).run_id == other
     assert states(plane.ledger) == {run_id: "paused", other: "running"}
+    named = run_pb2.DropGroupsRequest(run_id=run_id, group_ids=[1])
+    assert "groups [1] are not in the batch of step 0" in (await refusal(plane.runs.DropGroups(named)))[1]
     (warning,) = plane.ledger.rows("SELECT json FROM events WHERE run_id = ? AND kind = 'warning'", (run_id,))
     assert "`paceline resume` queues this run again" in warning["json"]
 

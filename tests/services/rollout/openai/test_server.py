@@ -617,6 +617,32 @@ async def test_errors_of_http_itself_have_the_same_shape(url: str) -> None:
                 assert message in json.loads(await answer.read())["error"]["message"]
 
 
+async def test_the_plain_route_answers_with_texts_alone_and_is_named_where_a_route_is_missing(
+    url: str, client: AsyncOpenAI
+) -> None:
+    base = url.removesuffix("/v1")
+    same: Any = {"seed": 4, "temperature": 0.7}
+    raw = await client.completions.create(model=RUN, prompt="abc", n=2, max_tokens=9, **same)
+    chat = await client.chat.completions.create(model=RUN, messages=MESSAGES, max_tokens=9, **same)
+    async with aiohttp.ClientSession() as session:
+
+        async def generate(**body: Any) -> tuple[int, Any]:
+            async with session.post(f"{base}/generate", json=body) as answer:
+                return answer.status, await answer.json()
+
+        status, found = await generate(prompt="abc", n=2, max_new_tokens=9, **same)
+        assert (status, found["texts"]) == (200, [choice.text for choice in raw.choices])
+        assert (found["text"], found["model"]) == (found["texts"][0], raw.model)
+        assert found["usage"]["completion_tokens"] == raw.usage.completion_tokens  # type: ignore[union-attr]
+        _, found = await generate(messages=MESSAGES, max_new_tokens=9, **same)
+        assert found["text"] == chat.choices[0].message.content
+        for body, field in (({"stream": True}, "stream"), ({"logprobs": 0, "echo": True}, "echo"), ({"x": 1}, "x")):
+            status, found = await generate(prompt="abc", **body)
+            assert (status, found["error"]["param"]) == (400, field)
+        async with session.post(f"{base}/predict", json={}) as answer:
+            assert "POST /generate" in (await answer.json())["error"]["message"]
+
+
 async def test_echo_gives_the_log_probabilities_of_given_texts_as_transformers_has_them(
     client: AsyncOpenAI, run: EndpointRun, folder: Path
 ) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.state import Training
 from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
+
+HELD = Training(3, 7, 1)
 
 
 def drop(world: World, *group_ids: int) -> None:
@@ -40,6 +44,23 @@ def test_the_next_scored_group_takes_the_place_at_once(world: World) -> None:
     assert world.row["next_step"] == 0
     assert Learner(world).train(0) == [[0, 2]]
     assert fill(rollout, reward, 1) == [4]
+
+
+def test_a_run_whose_workers_another_run_has_loses_its_groups_too(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 4)
+    assert learner.part(0) is not None
+    world.set_state("paused")
+    exchange, mine = world.exchange, world.exchange.active
+    exchange.active, exchange.reserved, exchange.training = replace(world.run, run_id="other-1"), {1: "r-2"}, HELD
+    drop(world, 1)
+    assert (exchange.reserved, exchange.training) == ({1: "r-2"}, HELD), "they are the other run's"
+    assert exchange.notices == []
+    (event,) = world.ledger.rows("SELECT json FROM events WHERE run_id = ? AND kind = 'warning'", (world.run.run_id,))
+    assert "groups [1] of step 0 were dropped by request; the batch is fixed again when the run has w" in event["json"]
+    exchange.active, exchange.reserved, exchange.training = mine, {}, None
+    world.set_state("running")
+    assert Learner(world).train(0) == [[0, 2]]
 
 
 @pytest.mark.parametrize("order", ["ready_first", "in_order"])
