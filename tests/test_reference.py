@@ -17,6 +17,7 @@ from paceline.services.cli.main import main
 from paceline.services.common.reporting.metric_table import PARTS
 from paceline.spec.foreign import TABLES, key_for, look_up, shown_names, table
 from paceline.spec.keys import keys
+from paceline.spec.sections.vllm import ALLOWED, REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -115,6 +116,11 @@ def test_every_metric_and_every_name_in_trackers_has_its_row() -> None:
     metrics, names = generated()["metrics.md"], generated()["tracker_names.md"]
     assert [metric.name for part in PARTS for metric in part.metrics if f"| `{metric.name}` |" not in metrics] == []
     assert [each for each in REFERENCE["METRIC_NAMES"] if f"/{each.ours}` |" not in names] == []
+
+
+def test_every_engine_argument_has_its_row() -> None:
+    page = generated()["vllm_arguments.md"]
+    assert [name for name in ALLOWED.keys() | REFUSED.keys() if page.count(f"| `{name}` |") != 1] == []
 
 
 NESTED = """\

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from paceline.apps.importers.conversion import Conversion, plain, rest_or, whole
 from paceline.errors import SpecError
 from paceline.spec.foreign import EXAMPLES
+from paceline.spec.sections.vllm import ALLOWED, REFUSED, SpeculativeSection
 
 
 class DataSet(NamedTuple):
@@ -315,16 +316,30 @@ def _engine(done: Conversion) -> None:
         done.notes.append(f"policy.generation.backend {backend!r} became vllm; engines are native and vllm")
         for name in [each for each in done.settings if each.startswith(f"policy.generation.{backend}")]:
             done.leave_out(name, "the spec has the engine vllm, which does not read it")
-    kwargs = done.settings.get("policy.generation.vllm_kwargs")
-    if isinstance(kwargs, dict) and "max_num_seqs" in kwargs:
-        others = {name: value for name, value in kwargs.items() if name != "max_num_seqs"}
-        done.settings["policy.generation.vllm_kwargs"] = others or None
-        done.put("policy.generation.max_batch_size", kwargs["max_num_seqs"])
+    _engine_arguments(done)
     if done.settings.get("policy.generation.vllm_cfg.precision") == "fp8":
         done.leave_out("policy.generation.vllm_cfg.precision", "weights are served in bfloat16, float16 or float32")
     for name in ("temperature", "top_p", "top_k"):
         if done.settings.get(f"policy.generation.val_{name}") == done.settings.get(f"policy.generation.{name}"):
             done.take(f"policy.generation.val_{name}")
+
+
+def _engine_arguments(done: Conversion) -> None:
+    """Convert vllm_kwargs: those with a key become it, and those that no run may set are left out."""
+    kwargs = done.settings.get("policy.generation.vllm_kwargs")
+    if not isinstance(kwargs, dict):
+        return
+    done.settings["policy.generation.vllm_kwargs"] = {n: v for n, v in kwargs.items() if n in ALLOWED} or None
+    if "max_num_seqs" in kwargs:
+        done.put("policy.generation.max_batch_size", kwargs["max_num_seqs"])
+    converted, drafts = {"max_num_seqs"}, kwargs.get("speculative_config")
+    if isinstance(drafts, dict) and drafts.get("method") in ("ngram", "draft_model"):
+        converted.add("speculative_config")
+        for name in SpeculativeSection.model_fields.keys() & drafts.keys():
+            done.put(f"policy.generation.vllm_cfg.speculative.{name}", drafts[name])
+    for name in kwargs.keys() - ALLOWED.keys() - converted:
+        reason = REFUSED.get(name, "it is no argument of vLLM that was tested")
+        done.notes.append(f"policy.generation.vllm_kwargs.{name} was left out: {reason.removeprefix('remove it: ')}")
 
 
 def _evaluation(done: Conversion) -> None:

@@ -20,6 +20,7 @@ from paceline.services.cli.main import main as paceline
 from paceline.services.common.reporting.metric_table import PARTS, STATE
 from paceline.spec.foreign import TABLES, ForeignName, shown_names, table
 from paceline.spec.keys import Key, keys
+from paceline.spec.sections.vllm import ALLOWED, REFUSED
 
 WIDTH, COLUMNS = 110, 120
 COMMANDS = """\
@@ -70,6 +71,13 @@ TRACKER_NAMES = """\
 The names that `names: trl` and `names: nemo_rl` give to metrics in [trackers](../use/trackers.md). Metrics that are
 not in the table keep their names. A remark says what the other library measures instead.
 """
+VLLM_ARGUMENTS = """\
+# Engine arguments of vLLM
+
+What `policy.generation.vllm_kwargs` may have. An argument is allowed if log-probabilities and versions were exact with
+it in a test (`tests/rollout/vllm/test_speculation.py`), and refused otherwise. The list covers every argument of vLLM
+0.32. [vllm.md](../use/vllm.md) describes the engine.
+"""
 PYTHON_PARTS = {
     "One call": ("services.local.one_call.train", "services.local.one_call.TrainedRun"),
     "Client": ("client.Client", "client.Event", "client.RunState"),
@@ -90,6 +98,7 @@ def pages() -> dict[str, str]:
         "client.md": client(),
         "metrics.md": metrics(),
         "tracker_names.md": tracker_names(),
+        "vllm_arguments.md": vllm_arguments(),
     }
 
 
@@ -144,6 +153,14 @@ def tracker_names() -> str:
     for each in METRIC_NAMES:
         cells = [f"{PREFIXES[each.kind]}/{each.ours}", each.trl, each.nemo_rl]
         lines.append("| " + " | ".join([*(f"`{cell}`" if cell else "" for cell in cells), each.remark]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def vllm_arguments() -> str:
+    lines = [VLLM_ARGUMENTS, "## Allowed", "", "| argument | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in ALLOWED.items()]
+    lines += ["", "## Refused", "", "| argument | remedy |", "|---|---|"]
+    lines += [f"| `{name}` | {remedy} |" for name, remedy in sorted(REFUSED.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -7,13 +7,14 @@ import os
 import sys
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.rollout.vllm.process_guard import ProcessGuard
 from paceline.rollout.vllm.requests import LOWEST_TEMPERATURE
 from paceline.spec import PolicySection, RunSpec
+from paceline.spec.sections.vllm import SpeculativeSection
 from paceline.weights.model_layout import generation_dtype, longest_sequence
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -75,14 +76,47 @@ def engine_arguments(
         # A prompt in parts would require that the seeded generators step back, which PyTorch's on CPUs cannot.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, arguments["max_model_len"])
+    if settings.speculative is not None:
+        arguments["speculative_config"] = _speculative_config(settings.speculative, config)
     overrides: dict[str, Any] = {}
     if not config.architectures:  # as in a config that was saved without its model
         overrides["architectures"] = [architecture]
     if policy.float32_head:
         overrides["head_dtype"] = "float32"
-    given = generation.vllm_kwargs.get("hf_overrides", {})
-    merged = {"hf_overrides": {**overrides, **given}} if overrides and isinstance(given, dict) else {}
-    return {**arguments, **generation.vllm_kwargs, **merged}
+    if overrides:
+        arguments["hf_overrides"] = overrides
+    if on_cpu and generation.vllm_kwargs.get("enable_chunked_prefill"):
+        raise InvalidInput(
+            "policy.generation.vllm_kwargs has enable_chunked_prefill=True, but on a CPU vLLM cannot compute a seeded "
+            "prompt in parts; remove it"
+        )
+    return arguments | generation.vllm_kwargs
+
+
+def _speculative_config(speculative: SpeculativeSection, policy: PreTrainedConfig) -> dict[str, Any]:
+    """Return vLLM's settings of speculative decoding for the policy's config. Drafts are the draft model's likeliest
+    tokens, because vLLM draws others without the request's seed. Raises InvalidInput for a draft model with other
+    tokens than the policy's."""
+    config: dict[str, Any] = {
+        "method": speculative.method,
+        "num_speculative_tokens": speculative.num_speculative_tokens,
+    }
+    if speculative.model is None:
+        lookup = {
+            "prompt_lookup_max": speculative.prompt_lookup_max,
+            "prompt_lookup_min": speculative.prompt_lookup_min,
+        }
+        return config | lookup
+    field = "policy.generation.vllm_cfg.speculative.model"
+    folder = model_source(speculative.model, field, weights=True)
+    sizes = [each.get_text_config().vocab_size for each in (AutoConfig.from_pretrained(folder), policy)]
+    if sizes[0] != sizes[1]:
+        raise InvalidInput(
+            f"{field} {speculative.model!r} has {sizes[0]} tokens, but the policy has {sizes[1]}; name a model with the "
+            "policy's tokenizer"
+        )
+    draft = {"model": folder, "draft_load_config": {"load_format": "auto"}, "draft_sample_method": "greedy"}
+    return config | draft
 
 
 def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -> Any:

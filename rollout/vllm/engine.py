@@ -34,6 +34,7 @@ from paceline.rollout.vllm.concurrency import ConcurrencyLimit, StepReport
 from paceline.rollout.vllm.engine_thread import EngineThread, died
 from paceline.rollout.vllm.process_guard import ProcessGuard
 from paceline.rollout.vllm.requests import (
+    check_speculated,
     completion,
     label_of,
     progress,
@@ -140,6 +141,8 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         limit = request.limit(self._max_tokens, self._vocab_size)
+        if self._arguments.get("speculative_config"):
+            check_speculated(request.params)
         prefix = request.prefix
         if prefix is not None and len(request.prompt_ids) + len(prefix.token_ids) >= limit:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
@@ -182,6 +185,11 @@ class VllmEngine:
     @property
     def prefix_hits(self) -> int:
         return sum(report.prefix_hits for report in self._reports)
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Numbers of tokens that speculative decoding drafted, and of those that the policy accepted."""
+        return sum(report.drafted for report in self._reports), sum(report.accepted for report in self._reports)
 
     async def weight_parts(self) -> tuple[list[int], list[int]]:
         """Return (bytes of the last version that the worker has verified, bytes that it loads of a version), each a
@@ -332,6 +340,13 @@ class VllmEngine:
                 try:
                     pause_s = await self._updates.swap(version, lambda: len(self._live))
                     self.version = version
+                    if (drafts := self.drafts)[0]:
+                        log.info(
+                            "%d tokens were drafted until version %s, and %d accepted",
+                            drafts[0],
+                            tuple(version),
+                            drafts[1],
+                        )
                     return pause_s
                 except BaseException as error:
                     self._failed = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")

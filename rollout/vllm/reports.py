@@ -22,6 +22,8 @@ class Reports(StatLoggerBase):  # type: ignore[misc]
         self.latest = StepReport(0, 0, 0.0, 0)
         self.prefix_hits = 0
         """Number of prompt tokens that were in the prefix cache."""
+        self.drafted, self.accepted = 0, 0
+        """Numbers of tokens that speculative decoding drafted, and of those that the policy accepted."""
         self.last_token_s = 0.0
 
     def record(
@@ -35,6 +37,9 @@ class Reports(StatLoggerBase):  # type: ignore[misc]
                 self.last_token_s = time.monotonic()
         if scheduler_stats is not None:
             self.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+            if (drafts := scheduler_stats.spec_decoding_stats) is not None:
+                self.drafted += drafts.num_draft_tokens
+                self.accepted += drafts.num_accepted_tokens
             waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.latest = StepReport(
                 scheduler_stats.num_running_reqs, waiting, scheduler_stats.kv_cache_usage, preempted

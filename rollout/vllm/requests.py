@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import Unavailable
+from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
-from paceline.rollout.engine import GenerationRequest, PromptLogprobs, empty_completion
+from paceline.rollout.engine import GenerationRequest, PromptLogprobs, SamplingParams, empty_completion
 from paceline.rollout.stop_strings import StopScanner, cut
+from paceline.spec.sections.vllm import NOT_SPECULATED
 
 LOWEST_TEMPERATURE = 0.01
 """Lowest temperature above 0 that vLLM uses; lower ones it raises, with only a log line. So below this value the engine
@@ -30,16 +31,26 @@ def version_of(label: str) -> Version:
     return Version(int(session), int(step))
 
 
+def check_speculated(params: SamplingParams) -> None:
+    """Raise InvalidInput for parameters that speculative decoding does not sample with exactly."""
+    for name, reason in NOT_SPECULATED.items():
+        if getattr(params, name):
+            raise InvalidInput(
+                f"{name} is {getattr(params, name)}, but the run has policy.generation.vllm_cfg.speculative, with which "
+                f"{reason}; set {name} to 0"
+            )
+
+
 def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[int]) -> Any:
     """Return vLLM's parameters of a request with its `limit`; any of `stop_ids` ends it."""
-    from vllm import SamplingParams
+    import vllm
     from vllm.sampling_params import RequestOutputKind
 
     params = request.params
     num_prefix = 0 if request.prefix is None else len(request.prefix.token_ids)
     room = limit - len(request.prompt_ids) - num_prefix
     watched = request.on_progress is not None or request.stop is not None
-    return SamplingParams(
+    return vllm.SamplingParams(
         n=1,
         temperature=0.0 if _is_greedy(request) else params.temperature,
         max_tokens=room,
@@ -61,10 +72,10 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
 def scoring_params() -> Any:
     """Return vLLM's parameters of a request for the log-probabilities of its prompt. The log-probabilities are those of
     the model's own distribution, because parameters such as the temperature change only sampled tokens."""
-    from vllm import SamplingParams
+    import vllm
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
+    return vllm.SamplingParams(
         n=1,
         temperature=0.0,
         max_tokens=1,

@@ -13,8 +13,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from vllm.config.utils import replace
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from paceline.rollout.vllm.receipts import ReadOrder, ReadWeights, SegmentReader
 
@@ -112,6 +119,43 @@ class WorkerExtension:
         reader = self.weight_transfer_engine.reader
         return reader.loaded_bytes if reader is not None else 0
 
+
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Return [num_tokens]: each sequence's entry of `x` for each of its drafted tokens, of which `cu_num_tokens` has
+    the cumulative numbers."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
+def repair_rejection_sampler(sampler: Any) -> None:
+    """Repair two faults of vLLM 0.32 on CPUs without Triton, in its module `sampler`: temperature and top_p of drafted
+    tokens are undefined memory, and top_k ends the engine in a step without drafts."""
+    constrained = sampler.apply_sampling_constraints
+
+    def apply_sampling_constraints(logits: Tensor, *others: Any) -> Tensor:
+        result: Tensor = constrained(logits, *others) if len(logits) else logits
+        return result
+
+    sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    sampler.apply_sampling_constraints = apply_sampling_constraints
+
+
+def repair_draft_model(proposer: Any) -> None:
+    """Repair a fault of vLLM 0.32 in its class `proposer`: a draft model gets random weights if the policy's come
+    later."""
+    config_of = proposer._create_draft_vllm_config
+
+    def create_draft_vllm_config(self: Any) -> Any:
+        return replace(config_of(self), load_config=get_draft_load_config(self.vllm_config))
+
+    proposer._create_draft_vllm_config = create_draft_vllm_config
+
+
+repair_draft_model(DraftModelProposer)
+if current_platform.is_cpu():
+    repair_rejection_sampler(rejection_sampler)
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SegmentTransfer)

@@ -8,55 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Usual
-
-
-class VllmSection(Section):
-    """Settings of the vLLM engine that have a name in NeMo RL, or a default that differs from vLLM's."""
-
-    tensor_parallel_size: PositiveInt = 1
-    """Workers that share each layer."""
-    pipeline_parallel_size: PositiveInt = 1
-    """Stages into which the layers are divided."""
-    data_parallel_size: PositiveInt = 1
-    """Replicas of the model within one rollout worker."""
-    enforce_eager: bool | None = None
-    """Run without graph capture and compilation; unset: true on a CPU, false on GPUs."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of a GPU's memory for weights and KV cache. Unset: vLLM's default, or, on a GPU shared with the learner,
-    the rest of the memory, chosen by the memory plan when the run is submitted."""
-    kv_cache_memory_bytes: PositiveInt | None = None
-    """Memory of each worker's KV cache; unset: 1 GiB on a CPU, on GPUs the rest of gpu_memory_utilization."""
-
-
-RESERVED = {
-    "model": "policy.model_name",
-    "tokenizer": "policy.tokenizer_name",
-    "dtype": "policy.generation_precision",
-    "max_model_len": "policy.max_total_sequence_length",
-    "max_num_seqs": "policy.generation.max_batch_size",
-    **{name: f"policy.generation.vllm_cfg.{name}" for name in VllmSection.model_fields},
-    **dict.fromkeys(
-        (
-            "generation_config",
-            "load_format",
-            "logprobs_mode",
-            "skip_tokenizer_init",
-            "weight_transfer_config",
-            "worker_extension_cls",
-        ),
-        "",
-    ),
-}
-"""Engine arguments that `vllm_kwargs` may not set, with the setting to use instead; empty if Paceline sets them."""
-
-
-def check_vllm_kwargs(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for an argument of RESERVED."""
-    for name, value in kwargs.items():
-        if name in RESERVED:
-            remedy = f"set {RESERVED[name]} instead" if RESERVED[name] else "remove it, Paceline sets it"
-            raise ValueError(f"vllm_kwargs has {name}={value!r}; {remedy}")
-
+from paceline.spec.sections.vllm import NOT_SPECULATED, VllmSection, check_vllm_kwargs
 
 SchedulerName = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts",
@@ -235,13 +187,16 @@ class GenerationSection(Section):
     vllm_cfg: VllmSection = VllmSection()
     """The vLLM engine: parallelism and memory."""
     vllm_kwargs: dict[str, Any] = {}
-    """Further engine arguments, passed to vLLM unchanged (`vllm.AsyncEngineArgs` lists them)."""
+    """Further engine arguments, passed to vLLM unchanged; only those that were tested (docs/reference/vllm_arguments.md)."""
 
     @model_validator(mode="after")
     def _check(self) -> GenerationSection:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
         check_vllm_kwargs(self.vllm_kwargs)
+        for name, reason in NOT_SPECULATED.items():
+            if self.vllm_cfg.speculative is not None and getattr(self, name):
+                raise ValueError(f"vllm_cfg.speculative with {name} {getattr(self, name)}: {reason}; remove one")
         if self.backend == "native" and (self.vllm_cfg != VllmSection() or self.vllm_kwargs):
             given = "vllm_kwargs" if self.vllm_kwargs else "vllm_cfg"
             raise ValueError(f"{given} is set, but backend is {self.backend!r}, which would ignore it; remove it")

@@ -48,6 +48,28 @@ def test_a_setting_in_our_units(settings: dict[str, Any], path: tuple[str, str],
     assert convert(settings).tree[section][key] == value
 
 
+def test_engine_arguments_get_their_key_or_are_left_out_with_the_reason() -> None:
+    kwargs = {
+        "block_size": 64,
+        "max_num_seqs": 32,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+        "quantization": "fp8",
+    }
+    done = convert({"policy.generation.vllm_kwargs": kwargs})
+    generation = done.tree["policy"]["generation"]
+    assert generation["vllm_kwargs"] == {"block_size": 64}
+    assert generation["max_batch_size"] == 32
+    assert generation["vllm_cfg"]["speculative"] == {"method": "ngram", "num_speculative_tokens": 3}
+    assert [note for note in done.notes if "quantization" in note] == [
+        "policy.generation.vllm_kwargs.quantization was left out: sampled log-probabilities would not be those of a full "
+        "forward pass"
+    ]
+    other = {"speculative_config": {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}}
+    done = convert({"policy.generation.vllm_kwargs": other})
+    assert "policy" not in done.tree
+    assert any("speculative_config was left out" in note for note in done.notes)
+
+
 def test_settings_of_another_algorithm_are_left_out() -> None:
     done = convert({"sft.seed": 1, "loss_fn.ratio_clip_min": 0.2})
     assert done.left_out == ["loss_fn.ratio_clip_min (0.2): algorithm sft does not read this key"]

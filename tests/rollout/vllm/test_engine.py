@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import psutil
 import pytest
 import torch
 from flat_tensors import pack
+from versions_in_flight import NUM_SEQUENCES, NUM_VERSIONS, PROMPTS, check_versions, requests, until
 
-from paceline.errors import EngineDied, InvalidInput, WireError
+from paceline.errors import EngineDied, WireError
 from paceline.groups import Completion, Version
 from paceline.learner.batch.samples import TrainingSample, pack_samples
 from paceline.learner.model.policy import load_policy, packed_logprobs
@@ -27,25 +28,9 @@ from paceline.weights.format.packing import checksums, plan
 from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 pytestmark = pytest.mark.vllm
-NUM_SEQUENCES = 64
-NUM_VERSIONS = 5
-TOKENS_EACH = 32
-"""Fewest tokens of a sequence under each version: together more than a block of the KV cache, which is 128 on a CPU."""
 WAIT_S = 300.0
 SHARED_BYTES = 5 * 32 * 4
 """Norms of the two layers and the last one, which both workers of a tensor-parallel engine load."""
-PROMPTS = [np.arange(1 + i % 20, dtype=np.int32) % 23 for i in range(NUM_SEQUENCES)]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(300):
-        while not holds():  # noqa: ASYNC110 - progress comes by callback, often
-            await asyncio.sleep(0.01)
-
-
-def requests(num_tokens: int) -> list[GenerationRequest]:
-    params = SamplingParams(num_tokens)
-    return [GenerationRequest(f"s{i}", prompt, params, seed=1000 + i) for i, prompt in enumerate(PROMPTS)]
 
 
 def learner_logprobs(folder: Path, model: Any, completions: list[Completion], dtype: torch.dtype) -> Any:
@@ -63,9 +48,6 @@ def learner_logprobs(folder: Path, model: Any, completions: list[Completion], dt
     with torch.no_grad():
         logprobs_N, _ = packed_logprobs(policy_model, packed, temperature=1.0, chunk_tokens=4096)
     return logprobs_N.float().numpy()
-
-
-Deliver = Callable[[Version, dict[str, torch.Tensor]], Awaitable[Any]]
 
 
 class HostMemory:
@@ -90,54 +72,6 @@ class HostMemory:
             self.pauses_s.append(await self._engine.update_weights(version, weights))
         finally:
             self._segments.release(segment)
-
-
-async def check_versions(
-    engine: Engine,
-    make_model: Callable[..., Any],
-    architecture: str,
-    tied: bool,
-    reference_logprobs: Any,
-    deliver: Deliver | None = None,
-) -> None:
-    """Let 64 sequences live through 5 versions; every token's log-probability is that of its version's weights."""
-    deliver = deliver or engine.update_weights
-    models = [make_model(architecture, tied=tied, seed=seed) for seed in range(NUM_VERSIONS)]
-    await deliver(Version(1, 0), models[0].state_dict())
-    so_far: dict[str, Completion] = {}
-
-    def watched(request: GenerationRequest) -> GenerationRequest:
-        def told(completion: Completion) -> None:
-            so_far[request.request_id] = completion
-
-        return dataclasses.replace(request, on_progress=told)
-
-    def all_have(step: int) -> bool:
-        spans = [completion.spans[-1] for completion in so_far.values()]
-        return len(spans) == NUM_SEQUENCES and all(s.step == step and s.end - s.start >= TOKENS_EACH for s in spans)
-
-    tasks = [asyncio.create_task(engine.generate(watched(request))) for request in requests(3000)]
-    for step, model in enumerate(models):
-        if step:
-            await deliver(Version(1, step), model.state_dict())
-        await until(lambda step=step: all_have(step))  # type: ignore[misc]
-    for i in range(NUM_SEQUENCES):
-        engine.abort(f"s{i}")
-    completions = await asyncio.gather(*tasks)
-    worst = 0.0
-    for i, completion in enumerate(completions):
-        assert [span.step for span in completion.spans] == list(range(NUM_VERSIONS))
-        assert [span.start for span in completion.spans] == [0, *(s.end for s in completion.spans[:-1])]
-        assert completion.spans[-1].end == len(completion.token_ids)
-        told = so_far[f"s{i}"]
-        assert told.token_ids.tolist() == completion.token_ids[: len(told.token_ids)].tolist()
-        assert told.spans[:-1] == completion.spans[:-1]
-        for span in completion.spans:
-            expected = reference_logprobs(models[span.step], PROMPTS[i], completion)
-            worst = max(worst, np.abs(completion.logprobs - expected)[span.start : span.end].max())
-    num_tokens = sum(len(completion.token_ids) for completion in completions)
-    print(f"{num_tokens} tokens under {NUM_VERSIONS} versions, largest difference {worst:.1e}")
-    assert worst <= 2e-5
 
 
 def engine_pids(engine: Any) -> dict[str, int]:
@@ -310,24 +244,3 @@ async def test_bfloat16_is_as_close_as_bfloat16_can_be(
     learnt = learner_logprobs(tmp_path / "llama", model, list(completions), torch.bfloat16)
     print(f"bfloat16: mean difference {np.abs(sampled - learnt).mean():.1e} over {len(sampled)} tokens")
     assert np.abs(sampled - learnt).mean() <= 0.02
-
-
-def test_what_paceline_decides_is_refused_in_vllm_kwargs(
-    make_spec: Callable[..., RunSpec], make_model: Callable[..., Any]
-) -> None:
-    model = make_model()
-    for kwargs, message in (
-        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode='raw_logprobs'; remove it"),
-        ({"tensor_parallel_size": 2}, r"set policy\.generation\.vllm_cfg\.tensor_parallel_size instead"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_spec(model, backend="vllm", vllm_kwargs=kwargs)
-
-
-async def test_an_argument_that_vllm_does_not_know_is_the_runs_fault(
-    start_engine: Callable[[RunSpec], Engine],
-    make_spec: Callable[..., RunSpec],
-    make_model: Callable[..., Any],
-) -> None:
-    with pytest.raises(InvalidInput, match="'no_such_argument'"):
-        start_engine(make_spec(make_model(), backend="vllm", vllm_kwargs={"no_such_argument": 1}))
