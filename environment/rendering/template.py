@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from paceline.chat.answer_reader import AnswerReader
-from paceline.chat.call_formats import CallFormat, written_calls
+from paceline.chat.call_formats import CallFormat
+from paceline.chat.completion_texts import message_text
 from paceline.chat.messages import Json
 from paceline.chat.rendering import ChatTemplate
 from paceline.data.tokens import render_chat
@@ -113,11 +114,20 @@ class TemplateRendering(Rendering):
         return [
             {"role": of_results, "content": message["content"]}
             if message["role"] == "tool"
-            else {"role": "assistant", "content": written_calls(message, self.calls)}
+            else {"role": "assistant", "content": self._with_calls(message)}
             if message.get("tool_calls")
             else message
             for message in messages
         ]
+
+    def _with_calls(self, message: Json) -> str:
+        if self.calls != "json":
+            return message_text({name: message[name] for name in ("content", "tool_calls")})
+        functions = [call["function"] for call in message["tool_calls"]]
+        texts = [
+            json.dumps({name: each[name] for name in ("name", "arguments")}, ensure_ascii=False) for each in functions
+        ]
+        return "\n".join(filter(None, [message["content"], *texts]))
 
     def _render(
         self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], *, opens: bool

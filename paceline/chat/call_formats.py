@@ -54,16 +54,6 @@ class NoCall(Exception):
     """Raised for a text that is not a call in JSON."""
 
 
-def written_calls(message: Json, form: CallFormat) -> str:
-    """Return the content of a read message and its calls as text in a format, for templates that write no calls."""
-    texts = [message["content"]] if message["content"] else []
-    for call in message["tool_calls"]:
-        function = {name: call["function"][name] for name in ("name", "arguments")}
-        text = json.dumps(function, ensure_ascii=False)
-        texts.append(f"{OPEN}\n{text}\n{CLOSE}" if form == "hermes" else text)
-    return "\n".join(texts)
-
-
 def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
     """Return the call between `hermes` marks; `tools` declare types of plain-text arguments. Raises MalformedCall."""
     body = body.strip()
