@@ -332,7 +332,13 @@ def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> R
     tree["data"] = {"train": data["validation"], **data}
     if isinstance(evaluation := tree.get("evaluation"), dict) and evaluation.get("method") == "prefer":
         _measure(tree, model.policy.model_name)
-    return parse_spec(tree, base=file.parent)
+    spec = parse_spec(tree, base=file.parent)
+    if spec.environment.is_used:
+        raise InvalidInput(
+            f"{file}: environment is set, but only a run samples episodes; submit the spec with grpo.val_at_start and "
+            "grpo.val_at_end, or remove environment"
+        )
+    return spec
 
 
 def reads_model(tree: dict[str, Any]) -> bool:

@@ -20,7 +20,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.apps.evaluation.statistics import Estimate, Floats, below, differences, drawn, estimate, interval
+from paceline.apps.evaluation.statistics import (
+    Estimate,
+    Floats,
+    below,
+    differences,
+    drawn,
+    estimate,
+    interval,
+    paired_p,
+)
 from paceline.errors import InvalidInput
 
 MIN_PROBLEMS = 20
@@ -56,7 +65,7 @@ def judge(
     """Return the verdict on a candidate: its outcome, the reasons, the paired difference, the results' digests.
 
     The difference is candidate minus baseline: the mean over problems of each problem's mean over samples, with a 95 %
-    bootstrap interval over problems. The candidate fails if the interval lies below -max_drop, passes if it lies above
+    bootstrap interval over problems, and `p` of a sign-flip test. The candidate fails if the interval lies below -max_drop, passes if it lies above
     -(max_drop + margin), and is undecided otherwise. Raises InvalidInput for unknown metrics, or without a problem in
     common.
     """
@@ -66,13 +75,12 @@ def judge(
         raise InvalidInput(
             f"the two evaluations have no problem with {metric!r} in common; evaluate both models with the same file"
         )
-    difference = estimate(
-        differences(np.array([ours[name] for name in common]), np.array([theirs[name] for name in common])), seed
-    )
+    differences_G = differences(np.array([ours[name] for name in common]), np.array([theirs[name] for name in common]))
+    difference, p = estimate(differences_G, seed), paired_p(differences_G, seed)
     reasons, outcomes = [], [compared(difference.low, difference.high, len(common), bounds)]
     reasons.append(
         f"{metric} differs by {difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}] over "
-        f"{len(common)} problems; max_drop {bounds.max_drop:g}, margin {bounds.margin:g}: {outcomes[0]}"
+        f"{len(common)} problems, paired p {p:.2g}; max_drop {bounds.max_drop:g}, margin {bounds.margin:g}: {outcomes[0]}"
     )
     for name, least in (bounds.minima or {}).items():
         value = _value(candidate, name, f"--min {name}={least:g}")
@@ -87,6 +95,7 @@ def judge(
         "outcome": outcome,
         "metric": metric,
         "difference": difference._asdict(),
+        "p": p,
         "problems": len(common),
         "unpaired": len(ours.keys() ^ theirs.keys()),
         "bounds": {
@@ -117,10 +126,15 @@ def _value(result: Mapping[str, Any], name: str, bound: str) -> float:
 
 
 def _by_problem(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """Return the mean of a metric over the samples of each problem; samples that no function scored are not counted."""
+    """Return the mean of a metric over the samples of each problem, for `reward[kind=sums]` of the problems of a group.
+    Samples that no function scored are not counted."""
     values: dict[str, list[float]] = defaultdict(list)
+    metric, _, group = metric.removesuffix("]").partition("[")
+    column, _, value_of_group = group.partition("=")
     label = metric.removeprefix("reward/")
     for sample in samples:
+        if group and str(sample.get("groups", {}).get(column)) != value_of_group:
+            continue
         if metric != "reward" and label not in sample["rewards"]:
             known = ", ".join(["reward", *(f"reward/{name}" for name in sample["rewards"])])
             raise InvalidInput(f"the samples have no {metric!r}; they have {known}")

@@ -71,7 +71,12 @@ def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, 
 @click.option(
     "--baseline", required=True, type=click.Path(path_type=Path, exists=True), help="Result of the model in use."
 )
-@click.option("--metric", default="reward", show_default=True, help="Metric to compare: reward, or reward/FUNCTION.")
+@click.option(
+    "--metric",
+    default="reward",
+    show_default=True,
+    help="Metric to compare: reward or reward/FUNCTION; with [COLUMN=VALUE] of the problems of a group.",
+)
 @click.option(
     "--min", "minima", multiple=True, metavar="METRIC=VALUE", callback=_bounds, help="Least accepted value of a metric."
 )

@@ -10,6 +10,8 @@ begin alike:
 
 E is where the template writes the token that ended the turn, behind H. A turn without an end (it reached its length or
 a stop string) is closed with the tokenizer's end of sequence, as the template does. Otherwise there is no bridge.
+
+If the template writes no calls, the messages have the calls as text in the format of the spec.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 
 from paceline.chat.answer_reader import AnswerReader
 from paceline.chat.call_formats import CallFormat
+from paceline.chat.completion_texts import message_text
 from paceline.chat.messages import Json
 from paceline.chat.rendering import ChatTemplate
 from paceline.data.tokens import render_chat
@@ -50,7 +53,7 @@ class TemplateRendering(Rendering):
     def prompt(self, conversation: Conversation) -> IntArray:
         """Return [P] tokens. Raises InvalidInput if the template cannot render the conversation."""
         kwargs = {**self.template_kwargs, **conversation.template_kwargs}
-        return self.template.encode(conversation.messages, self._shown(conversation), kwargs)
+        return self.template.encode(self._written(conversation.messages), self._shown(conversation), kwargs)
 
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
@@ -58,7 +61,7 @@ class TemplateRendering(Rendering):
         tools = self._shown(before)
         kwargs = {**self.template_kwargs, **before.template_kwargs}
         try:
-            checked = self.template.checked([*before.messages, answer, *new], tools, kwargs)
+            checked = self.template.checked(self._written([*before.messages, answer, *new]), tools, kwargs)
             history, with_answer = checked[: len(before.messages)], checked[: len(before.messages) + 1]
             opened = self._render(history, tools, kwargs, opens=True)
             closed = self._render(with_answer, tools, kwargs, opens=False)
@@ -102,6 +105,29 @@ class TemplateRendering(Rendering):
         except InvalidInput:
             return ()
         return conversation.tools
+
+    def _written(self, messages: Sequence[Json]) -> Sequence[Json]:
+        """Return the messages with calls as text, if the template writes no calls and the spec has their format."""
+        if self.calls is None or self.template.writes_calls:
+            return messages
+        of_results = "tool" if self.template.writes_results else "user"
+        return [
+            {"role": of_results, "content": message["content"]}
+            if message["role"] == "tool"
+            else {"role": "assistant", "content": self._with_calls(message)}
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
+
+    def _with_calls(self, message: Json) -> str:
+        if self.calls != "json":
+            return message_text({name: message[name] for name in ("content", "tool_calls")})
+        functions = [call["function"] for call in message["tool_calls"]]
+        texts = [
+            json.dumps({name: each[name] for name in ("name", "arguments")}, ensure_ascii=False) for each in functions
+        ]
+        return "\n".join(filter(None, [message["content"], *texts]))
 
     def _render(
         self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], *, opens: bool

@@ -80,6 +80,15 @@ class Probe:
         with_them = self._text(chat)
         return with_them is not None and with_them != Probe(self.tokenizer, self.source, [], self.kwargs)._text(chat)
 
+    def renders_calls(self) -> bool:
+        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        return mentions(self.source, "tool_calls") and self.renders([call], "assistant", "tool_calls")
+
+    def writes_role(self, role: str) -> bool:
+        """Return whether the name of a role is in the text of its messages, as in a template that writes any role."""
+        as_role, as_user = (self._text([{"role": each, "content": _ANSWER}]) or "" for each in (role, "user"))
+        return as_role.count(role) > as_user.count(role)
+
     def renders_call_ids(self) -> bool:
         """Return whether the template writes the ids that link results to calls."""
         chat = _short_chat({"role": "tool", "content": _ANSWER, "tool_call_id": "c47134713"}, "tool_call_id")
@@ -177,7 +186,7 @@ def mentions(source: str, word: str) -> bool:
     return re.search(rf"\b{re.escape(word)}\b", source) is not None
 
 
-CALL_IDS = "ids of results"
+CALLS, RESULTS, CALL_IDS = "calls", "results", "ids of results"
 
 MAX_REMEMBERED = 256
 
@@ -226,7 +235,7 @@ class ChatTemplate:
         if tools and not self._proves("", "tools", probe.renders_tools):
             raise Unsupported(
                 "the request has tools, but the chat template of this model does not render tools; remove them, or "
-                "train a model whose template renders tools",
+                "train a model whose template renders tools; in a run with an environment, set environment.tool_parser",
                 "tools",
             )
         try:
@@ -236,11 +245,22 @@ class ChatTemplate:
         except NotRendered as error:
             raise _not_rendered(error.role, error.name) from None
         if any(message["role"] == "tool" for message in messages):
-            if not mentions(self.source, "tool"):
+            if not self.writes_results:
                 raise _not_rendered("tool", "content")
             if not self._proves("tool", CALL_IDS, probe.renders_call_ids, True):
                 return _in_order(messages)
         return list(messages)
+
+    @property
+    def writes_calls(self) -> bool:
+        """True if the template renders calls of tools."""
+        return self._proves("assistant", CALLS, Probe(self.tokenizer, self.source, [], NO_KWARGS).renders_calls, True)
+
+    @property
+    def writes_results(self) -> bool:
+        """True if the template renders results of tools as such: it reads or writes the name of their role."""
+        proof = partial(Probe(self.tokenizer, self.source, [], NO_KWARGS).writes_role, "tool")
+        return mentions(self.source, "tool") or self._proves("tool", RESULTS, proof, True)
 
     @property
     def answer_format(self) -> AnswerFormat:

@@ -50,9 +50,9 @@ def check_example(spec: RunSpec) -> RowCheck:
         case "demonstration":
             keys = (data.messages_key,) if data.messages_key else (data.prompt_key, data.completion_key)
             return RowCheck(
-                _explained(spec, lambda row: read_demonstration(row, data)),
+                _explained(spec, lambda row: _read_masked(row, spec)),
                 (*keys, "messages", "text", "input", "output", "tools"),
-                lambda table: _without_tools(table) & _passing_demonstrations(table, data),
+                lambda table: _without_tools(table) & _passing_demonstrations(table, spec),
             )
         case "preference":
             return RowCheck(
@@ -212,10 +212,22 @@ def _without_tools(table: Any) -> Mask:
     return np.full(table.num_rows, "tools" not in table.column_names)
 
 
-def _passing_demonstrations(table: Any, data: DataSection) -> Mask:
-    names = dict.fromkeys(table.column_names)
+def _read_masked(row: dict[str, Any], spec: RunSpec) -> None:
+    """Check a demonstration. Raises DataError, also if the assistant's messages train and the row has no messages."""
+    if spec.sft.loss_mask == "assistant" and conversation_key(row, spec.data) is None:
+        raise DataError(
+            "sft.loss_mask is 'assistant', but the row has no conversation; name its column with data.messages_key, or set "
+            "sft.loss_mask to 'completion'"
+        )
+    read_demonstration(row, spec.data)
+
+
+def _passing_demonstrations(table: Any, spec: RunSpec) -> Mask:
+    names, data = dict.fromkeys(table.column_names), spec.data
     if (messages := conversation_key(names, data)) is not None:
         return conversations(table, messages, system=data.system_prompt is None)
+    if spec.sft.loss_mask == "assistant":
+        return np.zeros(table.num_rows, bool)
     if has_text(names, data):
         return texts(table, "text")
     data = with_keys_of_row(names, data)

@@ -378,10 +378,6 @@ class RunSpec(Section):
                 f"data.messages_key {self.data.messages_key!r} with algorithm {self.algorithm!r}: only sft reads whole "
                 "conversations; remove it"
             )
-        if self.sft.loss_mask == "assistant" and self.data.messages_key is None:
-            raise ValueError(
-                "sft.loss_mask is 'assistant', but data.messages_key is not set; name the column with the conversations"
-            )
 
     def _check_lora(self) -> None:
         lora = self.policy.lora_cfg

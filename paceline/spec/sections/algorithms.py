@@ -228,7 +228,7 @@ class SftSection(ExamplesSection):
 
     loss_mask: Literal["completion", "assistant"] = "completion"
     """`completion` trains the text after the prompt (of a conversation: its last message), `assistant` every message
-    of the assistant (data.messages_key)."""
+    of the assistant in a conversation."""
 
 
 class DpoSection(ExamplesSection):

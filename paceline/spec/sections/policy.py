@@ -149,6 +149,12 @@ class LoraSection(Section):
     """Last parts of the names of layers not to adapt."""
 
 
+def _not_zero(temperature: Any) -> Any:
+    if temperature == 0:
+        raise ValueError("0 divides the logits; for the likeliest tokens (a greedy evaluation) set top_k to 1 instead")
+    return temperature
+
+
 class GenerationSection(Section):
     """Sampling of completions, and the engine."""
 
@@ -159,7 +165,11 @@ class GenerationSection(Section):
     """Longest completion, in tokens. `rest`: what the prompt leaves of policy.max_total_sequence_length."""
     min_new_tokens: NonNegativeInt = 0
     """Allow no stop token before this many tokens; this biases the ratio, see allow_biased_sampling."""
-    temperature: Annotated[PositiveFloat, Usual(0.05, 2, "1.0 in arXiv:2503.14476, 0.6 in arXiv:2501.12948")] = 1.0
+    temperature: Annotated[
+        PositiveFloat,
+        BeforeValidator(_not_zero),
+        Usual(0.05, 2, "1.0 in arXiv:2503.14476, 0.6 in arXiv:2501.12948"),
+    ] = 1.0
     """Sampling temperature; log-probabilities everywhere are at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the likeliest tokens up to this total probability. Below 1 biases the ratio, see allow_biased_sampling."""

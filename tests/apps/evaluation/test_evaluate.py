@@ -224,6 +224,13 @@ def test_a_harness_gets_the_arguments_behind_two_dashes_and_gives_a_result(
     assert "--with needs a model folder or a run" in refused.output
 
 
+def test_a_spec_with_an_environment_is_refused(folder: Path) -> None:
+    refused = evaluated(folder, "none", "environment.command=[agent]")
+    assert refused.exit_code == 1
+    assert "environment is set, but only a run samples episodes" in refused.output
+    assert not (folder / "none").exists()
+
+
 def test_options_of_an_endpoint_need_its_url(folder: Path) -> None:
     refused = evaluated(folder, "none", "--model-name", "m")
     assert refused.exit_code == 2

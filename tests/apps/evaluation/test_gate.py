@@ -76,6 +76,23 @@ def test_a_bound_on_a_metric_fails_a_model_that_is_no_worse() -> None:
         outcome(same, same, Bounds(minima={"accuracy": 0.6}))
 
 
+def test_a_group_is_judged_alone() -> None:
+    ours, theirs = samples(np.ones(60)), samples(np.r_[np.zeros(30), np.ones(30)])
+    for each in (ours, theirs):
+        for index, sample in enumerate(each):
+            sample["groups"] = {"kind": "sums" if index < 30 else "products"}
+    verdicts = {
+        kind: judge(RESULT, ours, RESULT, theirs, Bounds(), metric=f"reward[kind={kind}]")
+        for kind in ("sums", "products")
+    }
+    assert [verdicts[kind]["problems"] for kind in verdicts] == [30, 30]
+    assert [verdicts[kind]["difference"]["value"] for kind in verdicts] == [1.0, 0.0]
+    assert verdicts["sums"]["p"] < 1e-3
+    assert verdicts["products"]["p"] == 1.0
+    with pytest.raises(InvalidInput, match=r"no problem with 'reward\[kind=x\]' in common"):
+        judge(RESULT, ours, RESULT, theirs, Bounds(), metric="reward[kind=x]")
+
+
 def test_problems_are_paired_by_name_and_their_samples_are_averaged() -> None:
     ours = samples([1, 0, 1, 1] * 20, k=2)
     theirs = list(reversed(samples([1, 0, 0, 1] * 20, k=2)))[2:]

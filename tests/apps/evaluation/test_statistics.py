@@ -7,7 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.apps.evaluation.statistics import bootstrap_gap, bootstrap_means, consensus, estimate, pass_at_k
+from paceline.apps.evaluation.statistics import (
+    SIGN_FLIPS,
+    bootstrap_gap,
+    bootstrap_means,
+    consensus,
+    estimate,
+    paired_p,
+    pass_at_k,
+)
 
 
 @pytest.mark.parametrize("n", range(1, 13))
@@ -72,3 +80,14 @@ def test_a_gap_is_that_of_the_best_and_the_worst_group() -> None:
     assert tuple(bootstrap_gap(groups[:1], 0)) == (0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="at least one group"):
         bootstrap_gap([], 0)
+
+
+def test_the_paired_p_counts_signs_that_are_as_extreme() -> None:
+    # Of the 16 signs of four equal differences, all + and all - have a sum as far from 0: p = 2/16.
+    assert paired_p(np.ones(4), 0) == pytest.approx(2 / 16, abs=0.01)
+    # 1, 1, 1, -1: besides those, one minus or one plus among four: (2 + 8) / 16.
+    assert paired_p(np.array([1.0, 1.0, 1.0, -1.0]), 0) == pytest.approx(10 / 16, abs=0.02)
+    assert paired_p(np.zeros(5), 0) == 1.0
+    assert paired_p(np.full(40, 0.1), 0) == 1 / (1 + SIGN_FLIPS)
+    with pytest.raises(ValueError, match="at least one problem"):
+        paired_p(np.zeros(0), 0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from episode_world import FORGETFUL, HERMES, merged_tokenizer, user
 
+from paceline.chat.call_formats import CallFormat
 from paceline.environment.protocols import SampledTurn
 from paceline.environment.rendering.protocol import Conversation
 from paceline.environment.rendering.template import TemplateRendering
@@ -127,6 +128,37 @@ def test_tools_that_the_template_does_not_show_are_refused_by_name() -> None:
     assert tokenizer.decode(shown) == "<user>hello<assistant>"
 
 
+ANY_ROLE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Knows no tools, and writes any role by its name, as SmolLM2's does."""
+TWO_ROLES = ANY_ROLE.replace("{{ m.role }}", "{{ 'user' if m.role == 'user' else 'assistant' }}")
+
+
+@pytest.mark.parametrize(("template", "role"), [(ANY_ROLE, "tool"), (TWO_ROLES, "user")])
+@pytest.mark.parametrize("calls", ["json", "hermes"])
+def test_a_template_without_calls_reads_them_as_text(template: str, role: str, calls: CallFormat) -> None:
+    tokenizer = merged_tokenizer(template)
+    rendering = TemplateRendering(tokenizer, {}, calls)
+    before = Conversation(user("3 plus 14?"), [ADD])
+    prompt_ids = rendering.prompt(before)
+    text = '{"name": "add", "arguments": {"numbers": [3, 14]}}'
+    text = text if calls == "json" else f"please\n<tool_call>\n{text}\n</tool_call>"
+    turn = turn_of(tokenizer, text)
+    answer = rendering.parse(before, prompt_ids, turn).message("c")
+    new = [{"role": "tool", "content": "17", "name": "add", "tool_call_id": "c_0"}]
+    bridge = rendering.bridge(before, prompt_ids, turn, answer, new)
+    assert bridge is not None
+    assert tokenizer.decode(bridge) == f"\n<|im_start|>{role}\n17<|im_end|>\n<|im_start|>assistant\n"
+    whole = np.concatenate([prompt_ids, turn.token_ids, bridge])
+    assert np.array_equal(whole, rendering.prompt(before.extended([answer, *new])))
+
+
+ADD: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"numbers": {"type": "array"}}}},
+}
 WEATHER: Any = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"properties": {"deep": {"type": "boolean"}}}},

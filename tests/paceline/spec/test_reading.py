@@ -398,3 +398,9 @@ def test_a_key_that_replaces_one_of_a_merged_mapping_is_no_second_one(tmp_path: 
     path = tmp_path / "merged.yaml"
     path.write_text("a: &a {x: 1}\nb: &b\n  <<: *a\n  x: 2\nc:\n  <<: *b\n  y: 3\n")
     assert read_tree(path) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 2, "y": 3}}
+
+
+def test_a_temperature_of_0_names_the_key_for_the_likeliest_tokens() -> None:
+    tree = {"policy": {"model_name": "m", "generation": {"temperature": 0}}, "data": {"train": "x"}}
+    with pytest.raises(SpecError, match=r"policy\.generation\.temperature: 0 divides .* set top_k to 1"):
+        parse_spec(tree)

@@ -532,7 +532,6 @@ async def test_calls_and_results_of_tools_are_rendered_as_the_template_does(
             "the role 'assistant' has 'tool_calls', but the chat template",
         ),
         ({"role": "tool", "content": "2", "tool_call_id": "c1"}, "the role 'tool' has 'tool_call_id'"),
-        ({"role": "tool", "content": "2"}, "role 'tool'"),
         ({"role": "user", "content": "x", "name": "Ann"}, "the role 'user' has 'name'"),
         ({"role": "user", "content": None}, "without content or tool_calls"),
         ({"role": "user"}, "without content or tool_calls"),
