@@ -13,8 +13,11 @@ from control_plane import DEADLINE_S, Plane, rollout
 from exchange_drivers import Learner, Reward, Rollout, World, fill
 
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.reporting.watchdog import Facts, Watchdog, explain
+from paceline.services.coordinator.reporting.watchdog import Facts, Watchdog, WorkerCounts, explain
 from paceline.v1 import common_pb2, run_pb2
+
+
+WORKERS = set(WorkerCounts.__dataclass_fields__)
 
 
 def facts(**changes: Any) -> Facts:
@@ -22,11 +25,7 @@ def facts(**changes: Any) -> Facts:
     healthy: dict[str, Any] = {
         "waited_s": 60.0,
         "step": 5,
-        "learners": 1,
-        "rollouts": 2,
-        "ready_rollouts": 2,
         "versions": (5, 4),
-        "rewards": 1,
         "leases": 6,
         "holders": 2,
         "tasks": 1,
@@ -34,7 +33,10 @@ def facts(**changes: Any) -> Facts:
         "batch": 8,
         "max_age": 1,
     }
-    return Facts(**healthy | changes)
+    counts = {"learners": 1, "rollouts": 2, "ready_rollouts": 2, "rewards": 1}
+    workers = WorkerCounts(**counts | {name: value for name, value in changes.items() if name in WORKERS})
+    others = {name: value for name, value in changes.items() if name not in WORKERS}
+    return Facts(**healthy | others, workers=workers)
 
 
 @pytest.mark.parametrize(("changes", "words"), [
