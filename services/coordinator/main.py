@@ -165,7 +165,7 @@ class CoordinatorService:
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
         access = AccessServicer(callers, audit.note_call, coordinator.members)
         self._add_servicers(server, coordinator, records, access, self.listeners.exchange_endpoint or endpoint)
-        await coordinator.recover()
+        await coordinator.runs.recover()
         await server.start()
         coordinator.pool.expect_holders()
         try:
@@ -216,7 +216,7 @@ class CoordinatorService:
             "StatusService": (status_pb2_grpc, StatusServicer(coordinator)),
             "ModelService": (
                 registry_pb2_grpc,
-                ModelServicer(coordinator.ledger, coordinator.committed, coordinator.lock),
+                ModelServicer(coordinator.ledger, coordinator.committed, coordinator.context.lock),
             ),
         }
         for name, (module, servicer) in servicers.items():
@@ -230,9 +230,9 @@ class CoordinatorService:
             async with asyncio.TaskGroup() as tasks:
                 loops = [
                     tasks.create_task(coordinator.server.serve()),
-                    tasks.create_task(coordinator.run_forever()),
-                    tasks.create_task(WalCheckpointer(coordinator.ledger, coordinator.lock).run()),
-                    tasks.create_task(audit.run(coordinator.lock)),
+                    tasks.create_task(coordinator.duties.run_forever()),
+                    tasks.create_task(WalCheckpointer(coordinator.ledger, coordinator.context.lock).run()),
+                    tasks.create_task(audit.run(coordinator.context.lock)),
                 ]
                 await stop.wait()
                 await coordinator.wait_for_leavers(self.grace_s)

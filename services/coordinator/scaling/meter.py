@@ -159,7 +159,7 @@ class Meter:
                 name = member.member_id
                 self._ready_s[name] = self._ready_s.get(name, 0.0) + elapsed_s
                 # A worker that has not reported yet counts as fully occupied.
-                occupied = min(max(member.gauges.get("occupied", 1.0), 0.0), 1.0)
+                occupied = min(max(member.measures.gauges.get("occupied", 1.0), 0.0), 1.0)
                 self._occupied_s[name] = self._occupied_s.get(name, 0.0) + elapsed_s * occupied
 
     def take(self, now_s: float) -> Period:

@@ -12,10 +12,9 @@ import pytest
 from control_plane import DEADLINE_S, Plane, rollout
 from exchange_drivers import Learner, Reward, Rollout, World, fill
 
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.reporting.watchdog import Facts, Watchdog, WorkerCounts, explain
 from paceline.v1 import common_pb2, run_pb2
-
 
 WORKERS = set(WorkerCounts.__dataclass_fields__)
 
@@ -93,7 +92,7 @@ def test_a_stall_is_told_after_a_minute_then_after_two_and_four(world: World) ->
     watchdog, members = make_watchdog(world)
     assert watchdog.check(world.now_s) == []
     ranks = Learner(world)
-    members.add(Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session))
+    members.add(Member("learner", Introduction(common_pb2.ROLE_LEARNER), 0.0, session=ranks.session))
     ranks.ask(0)
     told = [s for s in range(0, 500) if watchdog.check(world.now_s + s)]
     assert told == [60, 120, 240, 480]
@@ -107,7 +106,7 @@ def test_a_session_that_never_asks_is_told_of(world: World) -> None:
     watchdog, members = make_watchdog(world)
     watchdog.check(world.now_s)
     ranks = Learner(world)
-    member = Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session)
+    member = Member("learner", Introduction(common_pb2.ROLE_LEARNER), 0.0, session=ranks.session)
     members.add(member)
     told = [watchdog.check(world.now_s + s) for s in range(1, 130)]
     (first, second) = [messages[0] for messages in told if messages]
@@ -135,7 +134,7 @@ def test_a_learner_does_not_wait_while_its_run_is_paused(world: World) -> None:
     watchdog, members = make_watchdog(world)
     watchdog.check(world.now_s)
     ranks = Learner(world)
-    members.add(Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session))
+    members.add(Member("learner", Introduction(common_pb2.ROLE_LEARNER), 0.0, session=ranks.session))
     ranks.ask(0)
     world.set_state("paused")
     assert watchdog.check(world.now_s + 1000.0) == []
