@@ -25,6 +25,9 @@ DTYPES = {
 }  # fmt: skip
 """Maps the name of a type in safetensors to numpy's type. Types that numpy lacks are left out."""
 
+KINDS = {dtype.str[1:]: dtype for dtype in DTYPES.values()}
+"""Maps the short name of a type, such as `i4`, to numpy's type."""
+
 Buffer = bytes | memoryview
 
 
@@ -68,7 +71,7 @@ def named_array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) 
     array = arrays.get(name)
     if array is None:
         raise WireError(f"the payload has no array {name!r}; it has {sorted(arrays)}")
-    if array.dtype.str[1:] != kind or array.ndim != ndim:
+    if array.dtype != KINDS[kind] or array.ndim != ndim:
         raise WireError(f"array {name!r} is {array.dtype} of {array.ndim} dimensions, not {kind} of {ndim}")
     return array
 

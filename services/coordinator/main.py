@@ -98,16 +98,25 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class CoordinatorService:
-    directory: Path
-    store: str
-    """Root folder or URL of large files; empty for `directory`."""
+class Listeners:
+    """Address and ports on which the coordinator listens; port 0 takes a free one."""
+
     host: str
     port: int
     people_port: int | None
     """Second gRPC port, which under TLS accepts clients without a certificate. None opens no second port."""
     exchange_port: int
     exchange_endpoint: str
+    metrics_port: int | None
+    """Port of `/metrics` for Prometheus and of `/scale` for KEDA; None serves neither."""
+
+
+@dataclass(frozen=True)
+class CoordinatorService:
+    directory: Path
+    store: str
+    """Root folder or URL of large files; empty for `directory`."""
+    listeners: Listeners
     timeout_s: float
     """Seconds of silence after which a worker is removed."""
     grace_s: float
@@ -117,8 +126,6 @@ class CoordinatorService:
     """Largest number of bytes of the files of all bundles together."""
     functions_from: Sequence[Path]
     ready_file: Path | None
-    metrics_port: int | None
-    """Port of `/metrics` for Prometheus and of `/scale` for KEDA; None serves neither."""
     capacity: Capacity
     scaling_period_s: float
     """Seconds between two decisions on the sizes of pools."""
@@ -131,19 +138,19 @@ class CoordinatorService:
         audit = AuditLog(ledger)
         callers = self._callers(audit)
         server = GrpcServer(
-            self.host,
-            self.port,
+            self.listeners.host,
+            self.listeners.port,
             TokenGuard(callers, ledger.submitter, audit.note_call),
             self.capacity.max_connections,
             mutual=True,
-            people_port=self.people_port,
+            people_port=self.listeners.people_port,
         )
         coordinator = Coordinator(
             ledger,
             self.directory,
             Members(self.timeout_s),
-            self.host,
-            self.exchange_port,
+            self.listeners.host,
+            self.listeners.exchange_port,
             self.min_free_bytes,
             self.functions_from,
             BlobStore(
@@ -154,25 +161,27 @@ class CoordinatorService:
             self.pools,
         )
         coordinator.exchange.note_intruder = audit.note_intruder
-        endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
+        endpoint = f"tcp://{in_brackets(self.listeners.host)}:{coordinator.server.port}"
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
         access = AccessServicer(callers, audit.note_call, coordinator.members)
-        self._add_servicers(server, coordinator, records, access, self.exchange_endpoint or endpoint)
-        await coordinator.recover()
+        self._add_servicers(server, coordinator, records, access, self.listeners.exchange_endpoint or endpoint)
+        await coordinator.runs.recover()
         await server.start()
         coordinator.pool.expect_holders()
         try:
-            announce(self.ready_file, f"{self.host}:{server.port}")
+            announce(self.ready_file, f"{self.listeners.host}:{server.port}")
             log.info(
                 "listening on %s:%d, exchange on %s, ledger %s (term %d)",
-                self.host,
+                self.listeners.host,
                 server.port,
                 endpoint,
                 ledger.path,
                 ledger.term,
             )
             desired = coordinator.scaler.desired
-            async with metrics_endpoint(self.host, self.metrics_port, callers, audit.note_call, desired):
+            async with metrics_endpoint(
+                self.listeners.host, self.listeners.metrics_port, callers, audit.note_call, desired
+            ):
                 await self._run_until(stop, server, coordinator, audit)
         finally:
             await _end_calls(server, coordinator)  # a second call, because the first is skipped if a loop fails
@@ -207,7 +216,7 @@ class CoordinatorService:
             "StatusService": (status_pb2_grpc, StatusServicer(coordinator)),
             "ModelService": (
                 registry_pb2_grpc,
-                ModelServicer(coordinator.ledger, coordinator.committed, coordinator.lock),
+                ModelServicer(coordinator.ledger, coordinator.committed, coordinator.context.lock),
             ),
         }
         for name, (module, servicer) in servicers.items():
@@ -221,9 +230,9 @@ class CoordinatorService:
             async with asyncio.TaskGroup() as tasks:
                 loops = [
                     tasks.create_task(coordinator.server.serve()),
-                    tasks.create_task(coordinator.run_forever()),
-                    tasks.create_task(WalCheckpointer(coordinator.ledger, coordinator.lock).run()),
-                    tasks.create_task(audit.run(coordinator.lock)),
+                    tasks.create_task(coordinator.duties.run_forever()),
+                    tasks.create_task(WalCheckpointer(coordinator.ledger, coordinator.context.lock).run()),
+                    tasks.create_task(audit.run(coordinator.context.lock)),
                 ]
                 await stop.wait()
                 await coordinator.wait_for_leavers(self.grace_s)
@@ -331,16 +340,15 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 def main(
     directory: Path,
     store: str,
-    people_port: int | None,
     min_free_mb: int,
     bundle_quota_mb: int,
-    metrics_port: int | None,
     **options: Any,
 ) -> None:
     """Run the coordinator: runs, members, exchange and ledger."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("coordinator")
-    set_up_metrics("coordinator", scraped=metrics_port is not None)
+    listeners = Listeners(**{name: options.pop(name) for name in Listeners.__dataclass_fields__})
+    set_up_metrics("coordinator", scraped=listeners.metrics_port is not None)
     directory = directory.resolve()
     try:
         make_directory(directory)
@@ -350,11 +358,10 @@ def main(
     service = CoordinatorService(
         directory=directory,
         store=root,
-        people_port=people_port,
+        listeners=listeners,
         min_free_bytes=min_free_mb << 20,
         bundle_quota_bytes=bundle_quota_mb << 20,
-        metrics_port=metrics_port,
-        capacity=Capacity(raise_file_limit(), has_people_port=people_port is not None),
+        capacity=Capacity(raise_file_limit(), has_people_port=listeners.people_port is not None),
         **options,
     )
     keep_freed_memory()

@@ -47,7 +47,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     @with_status
     async def Submit(self, request: run_pb2.SubmitRequest, context: Context) -> run_pb2.SubmitResponse:
-        run_id = await self._coordinator.queue.submit(request.spec_yaml, request.submission, request.bundle)
+        run_id = await self._coordinator.runs.queue.submit(request.spec_yaml, request.submission, request.bundle)
         return run_pb2.SubmitResponse(run=self._run(run_id))
 
     @with_status
@@ -64,12 +64,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         ledger.run(request.run_id)
         while True:
             async with (
-                self._coordinator.watchers.changed
+                self._coordinator.context.watchers.changed
             ):  # held from the query to the wait, so that no event is missed in between
                 ended = ledger.run(request.run_id)["state"] in ENDED
                 events = ledger.events(request.run_id, after, EVENTS_AT_ONCE)
-                if not events and not ended and not self._coordinator.stopping:
-                    await self._coordinator.watchers.changed.wait()
+                if not events and not ended and not self._coordinator.context.watchers.stopping:
+                    await self._coordinator.context.watchers.changed.wait()
                     continue
             await self._coordinator.ledger.sync_off_loop()  # sent events must survive a power cut
             for event in events:
@@ -78,34 +78,34 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
                 yield run_pb2.WatchResponse(sequence=after, kind=event["kind"], json=text)
             if ended and not events:
                 return
-            if self._coordinator.stopping:
+            if self._coordinator.context.watchers.stopping:
                 raise Unavailable("the coordinator is stopping; watch again when it is back")
 
     @with_status
     async def Cancel(self, request: run_pb2.CancelRequest, context: Context) -> run_pb2.CancelResponse:
-        await self._coordinator.commands.cancel(request.run_id)
+        await self._coordinator.runs.commands.cancel(request.run_id)
         return run_pb2.CancelResponse(run=self._run(request.run_id))
 
     @with_status
     async def Pause(self, request: run_pb2.PauseRequest, context: Context) -> run_pb2.PauseResponse:
-        await self._coordinator.commands.pause(request.run_id)
+        await self._coordinator.runs.commands.pause(request.run_id)
         return run_pb2.PauseResponse(run=self._run(request.run_id))
 
     @with_status
     async def Resume(self, request: run_pb2.ResumeRequest, context: Context) -> run_pb2.ResumeResponse:
-        await self._coordinator.commands.resume(request.run_id, request.bundle)
+        await self._coordinator.runs.commands.resume(request.run_id, request.bundle)
         return run_pb2.ResumeResponse(run=self._run(request.run_id))
 
     @with_status
     async def DropGroups(self, request: run_pb2.DropGroupsRequest, context: Context) -> run_pb2.DropGroupsResponse:
-        await self._coordinator.commands.drop_groups(request.run_id, list(request.group_ids))
+        await self._coordinator.runs.commands.drop_groups(request.run_id, list(request.group_ids))
         return run_pb2.DropGroupsResponse(run=self._run(request.run_id))
 
     @with_status
     async def Checkpoint(
         self, request: run_pb2.RunServiceCheckpointRequest, context: Context
     ) -> run_pb2.RunServiceCheckpointResponse:
-        sequence, path = self._coordinator.commands.checkpoint(request.run_id)
+        sequence, path = self._coordinator.runs.commands.checkpoint(request.run_id)
         return run_pb2.RunServiceCheckpointResponse(sequence=sequence, path=path)
 
     def _run(self, run_id: str) -> run_pb2.Run:
@@ -138,13 +138,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             yield self._welcome(member)
             await self._coordinator.pool.joined(member)
-            while (directive := await member.outbox.get()) is not None:
+            while (directive := await member.stream.outbox.get()) is not None:
                 yield directive
-            if member.stream_error is not None:
-                raise member.stream_error
+            if member.stream.error is not None:
+                raise member.stream.error
         finally:
             reports.cancel()
-            member.stream_error = None  # the member stays, and the error's traceback would keep this call in memory
+            member.stream.error = None  # the member stays, and the error's traceback would keep this call in memory
             await self._coordinator.pool.disconnected(member)
 
     @with_status
@@ -157,20 +157,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             entry = response.members.add(
                 member_id=member.member_id,
                 role=member.role,
-                address=member.address,
+                address=member.introduction.address,
                 silent_s=now_s - member.last_report_s,
                 held=held.get(member.member_id, 0),
-                http_address=member.http_address,
+                http_address=member.introduction.http_address,
             )
-            if member.version is not None:
-                entry.version.session, entry.version.step = member.version
+            if member.weights.version is not None:
+                entry.version.session, entry.version.step = member.weights.version
         return response
 
     @with_status
     async def Drain(
         self, request: worker_pb2.WorkerServiceDrainRequest, context: Context
     ) -> worker_pb2.WorkerServiceDrainResponse:
-        member = self._coordinator.commands.drain(request.member_id, request.grace_s)
+        member = self._coordinator.runs.commands.drain(request.member_id, request.grace_s)
         held = self._coordinator.committed.group_queries.num_held()
         return worker_pb2.WorkerServiceDrainResponse(held=held.get(member.member_id, 0))
 
@@ -181,7 +181,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 async for report in reports:
                     await self._coordinator.pool.report(member, report)
         except Exception as error:  # `Connect` raises the error, so that the member gets it and it is counted
-            member.stream_error = error
+            member.stream.error = error
         finally:
             member.end_stream()
 
@@ -200,9 +200,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 exchange_endpoint=self._exchange_endpoint,
                 heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
                 heartbeat_timeout_s=self._coordinator.members.timeout_s,
-                secret=member.secret,
+                secret=member.stream.secret,
                 exchange_key=self._coordinator.server.public_key,
-                call_key=member.call_key,
+                call_key=member.stream.call_key,
             )
         )
 
@@ -263,7 +263,9 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
         member = self._members.get(request.member_id) if self._members is not None else None
         if member is None:
             raise NotFound(f"no worker {request.member_id[:80]!r} belongs to this coordinator")
-        return access_pb2.IssueTicketResponse(ticket=issue(member.call_key, member.member_id, request.method, caller))
+        return access_pb2.IssueTicketResponse(
+            ticket=issue(member.stream.call_key, member.member_id, request.method, caller)
+        )
 
     def _note_refusal(self, request: access_pb2.IdentifyRequest, context: Context, why: str) -> None:
         asker = current_caller()

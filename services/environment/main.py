@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from paceline.host.process import end_with, keep_private
+from paceline.host.resources import keep_freed_memory
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.options import functions_from_option, linux_only, token_file_option, worker_options
 from paceline.services.common.processes.starting import announce, die_with_starter, quiet_libraries, raise_file_limit
@@ -61,6 +62,7 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("environment")
     raise_file_limit()
+    keep_freed_memory()  # encryption of a group needs as many new pages again
     warning = choose_isolation(coordinator, host)
     adopt()
     threading.Thread(target=remove_left_over, name="left-over files", daemon=True).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -154,22 +155,59 @@ def _check_room(orders: Sequence[object]) -> None:
         raise Busy(f"{len(orders)} orders wait already for the current step to end; wait for one of these orders")
 
 
-class RankContext(Protocol):
-    """Members of a rank that its parts use, implemented by `paceline.services.learner.rank.LearnerRank`."""
+@dataclass
+class Place:
+    """Place of a rank among all ranks, its device, and the addresses of its machine."""
 
     rank: int
     world_size: int
     device: torch.device
-    cpu_chosen: bool
-    weights_bind: str
-    weights_host: str
+    reachable: str = ""
+    """Address at which others reach this machine."""
+    weights_bind: str = ""
+    """Address on which this machine listens for weights and ranks."""
+    weights_host: str = ""
+    """Address of `weights_bind` for others."""
+    cpu_chosen: bool = False
+    """True if the service was started with --device cpu."""
+
+
+class AssignedRun:
+    """Messages about runs that the main thread has not processed yet: the background loop writes, `take` reads."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[bytes] = queue.Queue()
+        self.newest: worker_pb2.RunAssignment | None = None
+        """Assignment that counts after a broken stream; None while this rank is idle."""
+        self.early_roster: worker_pb2.Epoch | None = None
+        """Roster that arrived before this rank had set up the run."""
+
+    def put(self, assignment: worker_pb2.RunAssignment) -> None:
+        self.newest = assignment
+        self._queue.put(assignment.SerializeToString())
+
+    def take(self, wait_s: float) -> bytes:
+        """Return the newest assignment if one comes within `wait_s`, else empty bytes."""
+        newest = b""
+        try:
+            newest = self._queue.get(timeout=wait_s)
+            while True:
+                newest = self._queue.get_nowait()
+        except queue.Empty:
+            return newest
+
+
+class RankContext(Protocol):
+    """Members of a rank that its parts use, implemented by `paceline.services.learner.rank.LearnerRank`."""
+
+    place: Place
     grace_s: float
     orders: Orders
     background: BackgroundLoop
     stopping: threading.Event
     membership: Membership
     relay: RelayConnection
-    early_roster: worker_pb2.Epoch | None
+    assigned: AssignedRun
 
     @property
     def current_run(self) -> Any:

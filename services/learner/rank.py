@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import queue
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ from paceline.services.common.serving.grpc_server import GrpcServer, with_status
 from paceline.services.common.worker.assigned_run import failed_set_up
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.common.worker.membership import LEAVE_WAIT_S, Membership
-from paceline.services.learner.context import BackgroundLoop, ExportOrder, Orders, RankContext
+from paceline.services.learner.context import AssignedRun, BackgroundLoop, ExportOrder, Orders, Place, RankContext
 from paceline.services.learner.rank_group import set_up_device
 from paceline.services.learner.training.run import LearnerRun
 from paceline.tracing import set_up_tracing, shut_down_tracing
@@ -51,6 +51,14 @@ ASSIGNMENT_POLL_S = 2.0
 OUTBOX_SIZE = 8
 """Largest number of reports in the stream's outbox, where a newer report can no longer replace them."""
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Listeners:
+    """Ports of rank 0, open until the process ends."""
+
+    server: GrpcServer | None = None
+    kept: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
 
 class LearnerRank:
@@ -69,32 +77,31 @@ class LearnerRank:
         end: Callable[[int], object] = end_process,
     ):
         self._make_run, self._end = make_run, end
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.device = device
-        self.reachable = reachable
-        """Address at which others reach this machine."""
-        self.weights_bind, self.weights_host = fabric or host, fabric or reachable
-        """Address on which this machine listens for weights and ranks, and the address of this machine for others."""
-        self.cpu_chosen = False
-        """True if the service was started with --device cpu."""
+        self.place = Place(
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            device=device,
+            reachable=reachable,
+            weights_bind=fabric or host,
+            weights_host=fabric or reachable,
+        )
+        self.introduction = worker_pb2.Hello(
+            role=common_pb2.ROLE_LEARNER,
+            member_id=f"{name}-{uuid.uuid4().hex[:8]}-rank{self.place.rank}",
+            protocol=PROTOCOL,
+            world_size=self.place.world_size,
+            rank=self.place.rank,
+            learner_id=broadcast_bytes(uuid.uuid4().bytes).hex() if self.place.world_size > 1 else "",
+        )
+        """Facts of this rank for each Hello; rank 0 adds its address."""
         self.grace_s = grace_s
         """Seconds from SIGTERM in which the coordinator may still answer."""
         self._stop_s = 0.0
-        self.address = ""
         self.orders = Orders()
         self.background = BackgroundLoop()
-        self._learner_id = broadcast_bytes(uuid.uuid4().bytes).hex() if self.world_size > 1 else ""
-        self._member_id = f"{name}-{uuid.uuid4().hex[:8]}-rank{self.rank}"
-        self._assignments: queue.Queue[bytes] = queue.Queue()
-        self._assigned: worker_pb2.RunAssignment | None = None
+        self.assigned = AssignedRun()
         self.current_run: LearnerRun | None = None
-        self.early_roster: worker_pb2.Epoch | None = None
-        """Roster that arrived before this rank had set up the run."""
-        self.server: GrpcServer | None = None
-        """Server of rank 0, open for as long as the rank lives."""
-        self.kept = contextlib.AsyncExitStack()
-        """Other listeners of rank 0, open until the process ends."""
+        self.listeners = Listeners()
         self.stopping = threading.Event()
         self.membership = Membership(
             coordinator,
@@ -104,7 +111,7 @@ class LearnerRank:
             outbox_size=OUTBOX_SIZE,
             on_refused=self.orders.ask_checkpoint,
         )
-        self.relay = RelayConnection(coordinator, self.weights_bind, self.weights_host)
+        self.relay = RelayConnection(coordinator, self.place.weights_bind, self.place.weights_host)
         """Connection to the relay that brings this host's weights to others."""
         self._outgoing = ReportQueue(self.background.call, self.membership.report)
 
@@ -116,15 +123,16 @@ class LearnerRank:
     def serve_forever(self) -> None:
         """Work on one assignment after the other, until `stop`."""
         while not self.stopping.is_set():
-            data = broadcast_bytes(self._next_assignment() if self.rank == 0 else b"")
+            data = broadcast_bytes(self.assigned.take(ASSIGNMENT_POLL_S) if self.place.rank == 0 else b"")
             if not data:
                 self.background.check()
                 continue
             assignment = worker_pb2.RunAssignment.FromString(data)
             self._set_ready(True)
             self._work_on(assignment)
-            if self._assigned is not None and self._assigned.session == assignment.session:
-                self._assigned = None  # a session that is over must not be resumed after a broken stream
+            newest = self.assigned.newest
+            if newest is not None and newest.session == assignment.session:
+                self.assigned.newest = None  # a session that is over must not be resumed after a broken stream
 
     def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
         """Run one session. Raises PacelineError if the ranks may be at different points afterwards."""
@@ -145,8 +153,8 @@ class LearnerRank:
             raise PacelineError("the ranks may be at different points of the run now, so all of them end")
 
     def _set_ready(self, ready: bool) -> None:
-        if self.server is not None:
-            self.background.post(self.server.set_serving("paceline.v1.LearnerService", ready))
+        if self.listeners.server is not None:
+            self.background.post(self.listeners.server.set_serving("paceline.v1.LearnerService", ready))
 
     def stop(self) -> None:
         """End after the current step, with a checkpoint. Takes no lock, because signal handlers call it."""
@@ -188,16 +196,6 @@ class LearnerRank:
         finally:
             self._end(1)
 
-    def _next_assignment(self) -> bytes:
-        """Return the newest assignment if one comes soon, else empty bytes, so that no rank waits long in a collective."""
-        newest = b""
-        try:
-            newest = self._assignments.get(timeout=ASSIGNMENT_POLL_S)
-            while True:
-                newest = self._assignments.get_nowait()
-        except queue.Empty:
-            return newest
-
     async def on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         """Carry out an order of the coordinator, or pass its message to the current run."""
         run = self.current_run
@@ -205,18 +203,17 @@ class LearnerRank:
             case "welcome" if run is not None:
                 run.report_again()
             case "run":
-                self._assigned = directive.run
-                self._assignments.put(directive.run.SerializeToString())
+                self.assigned.put(directive.run)
                 if run is not None:
                     run.supersede()
             case "idle":
-                self._assigned = None
+                self.assigned.newest = None
                 if run is not None:
                     run.supersede()
             case "epoch" if run is not None:
                 run.publishing.set_members(directive.epoch)
             case "epoch":
-                self.early_roster = directive.epoch
+                self.assigned.early_roster = directive.epoch
             case "weight_ack" if run is not None:
                 run.publishing.acknowledge(directive.weight_ack)
             case "weight_progress" if run is not None:
@@ -235,18 +232,10 @@ class LearnerRank:
                 self.background.post(self._end_without(directive.rank_lost.reason))
 
     def _hello(self) -> worker_pb2.Hello:
-        hello = worker_pb2.Hello(
-            role=common_pb2.ROLE_LEARNER,
-            member_id=self._member_id,
-            address=self.address,
-            protocol=PROTOCOL,
-            run_id=self._assigned.run_id if self._assigned is not None else "",
-            session=self._assigned.session if self._assigned is not None else 0,
-            world_size=self.world_size,
-            num_threads=torch.get_num_threads(),
-            rank=self.rank,
-            learner_id=self._learner_id,
-        )
+        hello = worker_pb2.Hello(num_threads=torch.get_num_threads())
+        hello.MergeFrom(self.introduction)
+        if (assigned := self.assigned.newest) is not None:
+            hello.run_id, hello.session = assigned.run_id, assigned.session
         if (host := self.relay.identity) is not None:
             hello.host_agent.CopyFrom(host)
         run = self.current_run
@@ -367,7 +356,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def Status(
         self, request: learner_pb2.LearnerServiceStatusRequest, context: Context
     ) -> learner_pb2.LearnerServiceStatusResponse:
-        response = learner_pb2.LearnerServiceStatusResponse(world_size=self._rank.world_size, phase="idle")
+        response = learner_pb2.LearnerServiceStatusResponse(world_size=self._rank.place.world_size, phase="idle")
         run = self._rank.current_run
         if run is not None:
             response.run_id, response.phase = run.run_id, run.phase
@@ -435,15 +424,15 @@ def main(
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
     rank = LearnerRank(coordinator, name, used, host, reachable, grace_s, fabric)
-    rank.cpu_chosen = device == "cpu"
+    rank.place.cpu_chosen = device == "cpu"
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: rank.stop())
-    if rank.rank == 0:
+    if rank.place.rank == 0:
         try:
-            rank.server = rank.background.wait(serve_learner(rank, host, port, metrics_port), 30.0)
+            rank.listeners.server = rank.background.wait(serve_learner(rank, host, port, metrics_port), 30.0)
         except PacelineError as error:  # a port that is taken
             raise click.ClickException(str(error)) from None
-        announce(ready_file, rank.address)
+        announce(ready_file, rank.introduction.address)
     rank.join()
     status = 0
     try:
@@ -464,8 +453,8 @@ async def serve_learner(rank: LearnerRank, host: str, port: int, metrics_port: i
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
     await server.start()
-    await rank.kept.enter_async_context(member_metrics("learner", rank.membership, host, metrics_port))
-    rank.address = f"{rank.reachable}:{server.port}"
+    await rank.listeners.kept.enter_async_context(member_metrics("learner", rank.membership, host, metrics_port))
+    rank.introduction.address = f"{rank.place.reachable}:{server.port}"
     return server
 
 

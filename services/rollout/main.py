@@ -14,6 +14,7 @@ import click
 from paceline.errors import Unavailable
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_with
+from paceline.host.resources import keep_freed_memory
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.gpus import unused_gpus
 from paceline.services.common.options import PORT, device_option, linux_only, token_file_option, worker_options
@@ -61,6 +62,7 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("rollout")
     raise_file_limit()
+    keep_freed_memory()  # encryption of a group needs as many new pages again
     bound_caches()
 
     async def serve(stop: asyncio.Event) -> None:

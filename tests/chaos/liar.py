@@ -28,7 +28,8 @@ from lies import ABOUT_GROUPS
 import paceline.services.rollout.main
 import paceline.services.rollout.worker
 from paceline.groups import Completion, Group, IntArray
-from paceline.services.common.worker.membership import Membership, _reachable
+from paceline.services.common.worker.exchange_connection import _reachable
+from paceline.services.common.worker.membership import Membership
 from paceline.services.rollout.run import RolloutRun
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1 import worker_pb2

@@ -20,7 +20,9 @@ from paceline.advantages import (
     discounted_turns,
     gdpo_scores,
     group_advantages,
+    group_totals,
     has_advantage,
+    have_advantage,
     turn_level,
 )
 from paceline.spec import RunSpec
@@ -221,6 +223,10 @@ def test_advantages_are_those_of_exact_fractions(group: tuple[list[Column], list
         np.testing.assert_allclose(computed, expected, rtol=2e-4, atol=1e-6, err_msg=preset)
         assert bool(computed.any()) == any(expected), f"a group of equal rewards has exactly no advantage ({preset})"
         assert has_advantage(rewards_CF, spec, 0) == any(expected), preset
+        batch_GCF = np.stack([rewards_CF, np.roll(rewards_CF, 1, axis=0), np.zeros_like(rewards_CF)])
+        totals_GC = group_totals(batch_GCF, spec.rewards, 0)
+        np.testing.assert_array_equal(totals_GC[1], group_totals(batch_GCF[1], spec.rewards, 0))
+        assert have_advantage(batch_GCF, totals_GC, spec, 0).tolist() == [any(expected), any(expected), False], preset
 
 
 THIRD, TWO_THIRDS = 1 / 3, 2 / 3

@@ -67,12 +67,12 @@ class SamplableVersions(NamedTuple):
 def serving_samplers(exchange: Exchange, run: ActiveRun) -> list[SamplingWorker]:
     """Return the rollout workers that are ready and not draining, expelled or suspected, sorted by id."""
     samplers = [
-        SamplingWorker(member.member_id, member.address, exchange.versions[member.member_id])
+        SamplingWorker(member.member_id, member.introduction.address, exchange.versions[member.member_id])
         for member in exchange.senders.of_role(common_pb2.ROLE_ROLLOUT)
         if member.ready_run == run.run_id
         and member.connected
         and member.fault is None
-        and not (member.draining or member.expelled or member.suspected)
+        and not (member.draining or member.weights.expelled or member.suspected)
         and member.member_id in exchange.versions
     ]
     return sorted(samplers)

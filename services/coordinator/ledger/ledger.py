@@ -362,7 +362,7 @@ class Ledger(LedgerFile):
         """Evict removed records, (segment, start), from memory; mark their segments as candidates for removal."""
         for segment, start in list(removed):
             if segment is not None:
-                self.payloads.evict(segment, start)
+                self.payloads.recent.evict(segment, start)
                 self.payloads.mark_candidate(segment)
 
     def remove_unused_segments(self) -> Future[None] | None:

@@ -23,7 +23,7 @@ import mmap
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -187,12 +187,45 @@ def read_frame(frame: Frame) -> Buffer:
     return frame.read() if isinstance(frame, StoredFrame) else frame
 
 
+class RecentRecords:
+    """The newest records in memory, the oldest first, with `max_bytes` together. Any thread may call the methods."""
+
+    def __init__(self, max_bytes: int = MAX_RECENT_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._bytes = 0
+        self._records: dict[tuple[int, int], Record] = {}
+        """The key is the record's segment and start."""
+        self._lock = threading.RLock()
+
+    def get(self, segment: int, start: int) -> Record | None:
+        return self._records.get((segment, start))
+
+    def add(self, location: Location, record: Record) -> None:
+        with self._lock:
+            self._records[location.segment, location.start] = record
+            self._bytes += record.size
+            while self._bytes > self.max_bytes:
+                self.evict(*next(iter(self._records)))
+
+    def evict(self, segment: int, start: int) -> None:
+        with self._lock:
+            record = self._records.pop((segment, start), None)
+            self._bytes -= 0 if record is None else record.size
+
+    def evict_segments(self, numbers: Set[int]) -> None:
+        with self._lock:
+            for location in [location for location in self._records if location[0] in numbers]:
+                self.evict(*location)
+
+    def clear(self) -> None:
+        self._records.clear()
+
+
 class PayloadStore:
     def __init__(self, ledger: Path, key: StorageKey | None = None):
         """`key` encrypts the segments; None for plain ones."""
         self._key = key
-        self.max_segment_bytes, self.max_recent_bytes = MAX_SEGMENT_BYTES, MAX_RECENT_BYTES
-        self.max_open = MAX_OPEN_SEGMENTS
+        self.max_segment_bytes, self.max_open = MAX_SEGMENT_BYTES, MAX_OPEN_SEGMENTS
         self._overhead = 0 if key is None else SegmentCipher.overhead_bytes
         """Number of bytes by which a part is longer in an encrypted segment than in the ledger's count."""
         self.folder = ledger.with_name(ledger.name + "-segments")
@@ -202,10 +235,7 @@ class PayloadStore:
         """Newest segment, which `append` writes."""
         self._cipher: SegmentCipher | None = None
         """Cipher of the newest segment, which `append` writes."""
-        self._recent: dict[tuple[int, int], Record] = {}
-        """The newest records, the oldest first. The key is the record's segment and start."""
-        self._recent_bytes = 0
-        self._recent_lock = threading.RLock()
+        self.recent = RecentRecords()
         self._numbers = set(self._on_disk())
         self._number = max(self._numbers, default=0)
         self._candidates = set(self._numbers)
@@ -230,7 +260,7 @@ class PayloadStore:
                 "then start the coordinator again"
             ) from None
         for location, record in zip(locations, records, strict=True):
-            self._remember(location, record)
+            self.recent.add(location, record)
         return locations
 
     def _parts(self, records: Sequence[Record], position: int) -> Iterator[Buffer]:
@@ -245,10 +275,10 @@ class PayloadStore:
         Raises DamagedRecord if the segment is missing, UnopenedSegment if it cannot be opened now."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
-        recent = self._recent.get((row["segment"], row["start"]))
+        recent = self.recent.get(row["segment"], row["start"])
         if recent is not None:
             if last:
-                self.evict(row["segment"], row["start"])
+                self.recent.evict(row["segment"], row["start"])
             return Payload(recent.header, recent.arrays)
         start, header_size = row["start"], row["header_size"]
         file = self._open(row["segment"], start)
@@ -257,11 +287,6 @@ class PayloadStore:
             StoredFrame(file, start, start, header_size, row["header_crc"]),
             StoredFrame(file, arrays + self._overhead, arrays, row["arrays_size"], row["arrays_crc"]),
         )
-
-    def evict(self, segment: int, start: int) -> None:
-        with self._recent_lock:
-            record = self._recent.pop((segment, start), None)
-            self._recent_bytes -= 0 if record is None else record.size
 
     def mark_candidate(self, segment: int) -> None:
         self._candidates.add(segment)
@@ -280,9 +305,7 @@ class PayloadStore:
     def remove(self, numbers: Iterable[int], after: Callable[[], None] = lambda: None) -> Future[None]:
         """Call `after` on a thread, then remove segments that nothing refers to."""
         numbers = set(numbers)
-        with self._recent_lock:
-            for location in [location for location in self._recent if location[0] in numbers]:
-                self.evict(*location)  # records that no transaction refers to
+        self.recent.evict_segments(numbers)  # records that no transaction refers to
         for number in numbers:
             self._files.pop(number, None)
         self._numbers -= numbers
@@ -303,7 +326,7 @@ class PayloadStore:
         if self._remover is not None:
             self._remover.shutdown()
         self._files.clear()
-        self._recent.clear()
+        self.recent.clear()
         self._close_end()
 
     def _end_with_room(self) -> SegmentWriter:
@@ -318,13 +341,6 @@ class PayloadStore:
                     f"no segment can be created in {self.folder}: {error.strerror or error}"
                 ) from None
         return self._end
-
-    def _remember(self, location: Location, record: Record) -> None:
-        with self._recent_lock:
-            self._recent[location.segment, location.start] = record
-            self._recent_bytes += record.size
-            while self._recent_bytes > self.max_recent_bytes:
-                self.evict(*next(iter(self._recent)))
 
     def _begin_segment(self) -> SegmentWriter:
         self._close_end()

@@ -24,10 +24,11 @@ from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, changed_data_warnings
-from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
+from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import Faults
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.pool.run_context import RunContext
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
 from paceline.v1 import worker_pb2
@@ -129,7 +130,9 @@ class Commands:
             raise Unavailable(f"{member_id} is disconnected and will expire unless it reconnects; drain it after that")
         order = worker_pb2.DrainDirective(grace_s=grace_s)
         for peer in self._members.all():
-            if peer is member or (member.learner_id and peer.learner_id == member.learner_id):
+            if peer is member or (
+                member.introduction.learner_id and peer.introduction.learner_id == member.introduction.learner_id
+            ):
                 peer.direct(worker_pb2.ConnectResponse(drain=order))
         return member
 

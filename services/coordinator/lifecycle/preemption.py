@@ -16,8 +16,9 @@ import time
 
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates
+from paceline.services.coordinator.lifecycle.run_states import RunStates
 from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.pool.run_context import RunContext
 from paceline.v1 import worker_pb2
 
 TRAINED_TIME = "time:running_ms"

@@ -30,8 +30,8 @@ from paceline.services.coordinator.exchange.submissions import refuse_large_grou
 from paceline.services.coordinator.ledger.database import free_name
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, RunData
-from paceline.services.coordinator.lifecycle.run_states import Watchers
 from paceline.services.coordinator.lifecycle.submission_checks import check_network, checked_data
+from paceline.services.coordinator.pool.run_context import Watchers
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS, OUTPUT_FIELDS, parse_spec, spec_of_run, spec_to_yaml, submitted_spec
 

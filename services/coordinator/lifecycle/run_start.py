@@ -29,9 +29,10 @@ from paceline.services.coordinator.lifecycle.run_data import (
     StillOpening,
     changed_data_warnings,
 )
-from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
+from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import RETRIED, Faults
 from paceline.services.coordinator.pool.pool import Pool
+from paceline.services.coordinator.pool.run_context import RunContext
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run, spec_to_yaml
 

@@ -14,9 +14,10 @@ import time
 from collections.abc import Sequence
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates
+from paceline.services.coordinator.lifecycle.run_states import RunStates
 from paceline.services.coordinator.members.registry import Fault, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.pool.run_context import RunContext
 from paceline.services.coordinator.text_limits import one_line
 from paceline.v1 import common_pb2, worker_pb2
 
@@ -147,7 +148,7 @@ class Faults:
 
     def _workers(self, role: common_pb2.Role.ValueType) -> list[Member]:
         """Return the members of a role that get work; of a learner's ranks only the first."""
-        return [member for member in self._members.of_role(role) if member.rank == 0]
+        return [member for member in self._members.of_role(role) if member.introduction.rank == 0]
 
     def _connected(self, role: common_pb2.Role.ValueType) -> list[Member]:
         """Return the workers of a role whose stream is connected, because the others work on nothing."""

@@ -112,10 +112,10 @@ def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
         raise PlaceTaken(
             f"the id {hello.member_id} belongs to a {member.role_name} worker; start this worker under another --name"
         )
-    secrets_shown = [secret for secret in (member.secret, member.shown_secret) if secret]
+    secrets_shown = [secret for secret in (member.stream.secret, member.introduction.shown_secret) if secret]
     if any(hmac.compare_digest(hello.secret, secret) for secret in secrets_shown):
         return
-    if member.connected or member.is_heard:
+    if member.connected or member.stream.is_heard:
         raise PlaceTaken(
             f"the id {hello.member_id} belongs to another worker, and this worker does not have its secret; this worker can have "
             "the id when the other has left or is silent for longer than the heartbeats' time-out"

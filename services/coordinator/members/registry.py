@@ -118,57 +118,63 @@ class Fault:
     resumable: bool = False
 
 
-@dataclass
-class Member:
-    member_id: str
+@dataclass(frozen=True)
+class Introduction:
+    """Facts of a worker from its Hello."""
+
     role: common_pb2.Role.ValueType
-    address: str
-    rank: int
-    last_report_s: float
+    address: str = ""
+    rank: int = 0
     http_address: str = ""
-    connected: bool = True
-    version: Version | None = None
-    ahead_session: int = 0
-    """Session of the worker's weights if the ledger does not know that session, else 0."""
-    ready_run: str = ""
-    """Run that the worker has set up."""
-    fault: Fault | None = None
-    """Reason why the worker cannot work on its run; None if it can."""
-    suspected: bool = False
-    """True if the worker was silent for half the time-out; it is not in the roster until it reports again."""
-    expelled: bool = False
-    """True if the worker missed a deadline for a version; it is not in the roster until it reports that it is ready."""
-    named_in: int = 0
-    """Number (epoch) of the roster that the worker entered last; reports on earlier rosters are ignored."""
-    draining: bool = False
-    """True if the worker is stopping; it leaves when it has returned its leases and tasks."""
-    session: int = 0
-    """Current session of a learner; 0 while it waits for one."""
     world_size: int = 0
     """Number of a learner's ranks; 0 if unknown."""
     learner_id: str = ""
     """Id, never shown, that the ranks of a learner with several ranks share."""
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-    """Secret that is sent with Welcome and required in every request to the exchange; new for each stream."""
-    call_key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
-    """Key of the tickets for calls of this worker; new for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)
     """Earlier secret in the worker's Hello. The next Hello may have it too, because this stream's Welcome may be lost."""
     exchange_key: bytes = b""
     """Public key of the worker's connections to the exchange; empty if they are not encrypted."""
-    is_heard: bool = False
-    """True if the worker has reported on this stream, which shows that it got its Welcome."""
-    is_expected: bool = False
-    """True if the worker held leases or a session before the coordinator's restart and has not returned yet."""
-    offered: deque[Version] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT))
-    """Versions that the learner has offered to the worker, newest last; it may acknowledge only these."""
-    warned_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
-    """Monotonic times of the worker's warnings, newest last."""
-    failed_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
-    """Monotonic times of the worker's new faults, newest last."""
     caller: Caller | None = None
     """Caller that joined as this member; None without access control."""
-    stream_error: Exception | None = None
+
+
+@dataclass(slots=True)
+class Stream:
+    """One control stream; a worker that returns gets a new one."""
+
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
+    """Secret that is sent with Welcome and required in every request to the exchange."""
+    call_key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
+    """Key of the tickets for calls of this worker."""
+    is_heard: bool = False
+    """True if the worker has reported on this stream, which shows that it got its Welcome."""
+    error: Exception | None = None
+    host_plan: worker_pb2.HostPlan | None = None
+    """Plan that was sent for the worker's host."""
+    engines: worker_pb2.Engines | None = None
+    """List of rollout workers that was last sent to an environment worker."""
+    outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
+
+
+@dataclass(slots=True)
+class HeldWeights:
+    """The weights of a worker, and its place among the receivers of the next ones."""
+
+    version: Version | None = None
+    ahead_session: int = 0
+    """Session of the worker's weights if the ledger does not know that session, else 0."""
+    offered: deque[Version] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT))
+    """Versions that the learner has offered to the worker, newest last; it may acknowledge only these."""
+    named_in: int = 0
+    """Number (epoch) of the roster that the worker entered last; reports on earlier rosters are ignored."""
+    expelled: bool = False
+    """True if the worker missed a deadline for a version; it is not in the roster until it reports that it is ready."""
+
+
+@dataclass(slots=True)
+class Measures:
+    """Numbers that a worker reports."""
+
     gauges: dict[str, float] = field(default_factory=dict)
     paused_s: float = 0.0
     """Total seconds for which the worker's sampler paused for new weights."""
@@ -176,13 +182,45 @@ class Member:
     """Values that the worker's reward functions logged since the last step."""
     functions: FunctionSums = field(default_factory=FunctionSums)
     """Calls of the worker's reward functions since the last step."""
+
+
+@dataclass(slots=True)
+class ReportTimes:
+    """Monotonic times of bounded kinds of reports, newest last."""
+
+    warned_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    failed_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    """Times of new faults."""
+
+
+@dataclass(slots=True)
+class Member:
+    member_id: str
+    introduction: Introduction
+    last_report_s: float
+    connected: bool = True
+    suspected: bool = False
+    """True if the worker was silent for half the time-out; it is not in the roster until it reports again."""
+    draining: bool = False
+    """True if the worker is stopping; it leaves when it has returned its leases and tasks."""
+    is_expected: bool = False
+    """True if the worker held leases or a session before the coordinator's restart and has not returned yet."""
+    session: int = 0
+    """Current session of a learner; 0 while it waits for one."""
+    ready_run: str = ""
+    """Run that the worker has set up."""
+    fault: Fault | None = None
+    """Reason why the worker cannot work on its run; None if it can."""
     host: worker_pb2.HostAgent | None = None
     """Relay of the worker's host; None if there is none."""
-    host_plan: worker_pb2.HostPlan | None = None
-    """Plan that was sent for the worker's host on this stream."""
-    engines: worker_pb2.Engines | None = None
-    """List of rollout workers that was last sent to an environment worker on this stream."""
-    outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
+    weights: HeldWeights = field(default_factory=HeldWeights)
+    measures: Measures = field(default_factory=Measures)
+    times: ReportTimes = field(default_factory=ReportTimes)
+    stream: Stream = field(default_factory=Stream)
+
+    @property
+    def role(self) -> common_pb2.Role.ValueType:
+        return self.introduction.role
 
     @property
     def role_name(self) -> str:
@@ -191,12 +229,12 @@ class Member:
 
     def direct(self, directive: worker_pb2.ConnectResponse) -> None:
         """Queue a directive; if too many wait, end the stream, so that the member has to reconnect."""
-        if not self.outbox.put(directive):
+        if not self.stream.outbox.put(directive):
             self.end_stream()
 
     def end_stream(self) -> None:
         """End the member's stream; queued directives are not sent."""
-        self.outbox.end()
+        self.stream.outbox.end()
 
 
 class Members:
@@ -316,16 +354,16 @@ class Senders:
         """Add a member, or replace its secret."""
         self.leave(member.member_id)
         self._members[member.member_id] = member
-        if member.exchange_key:
-            self._keys[member.exchange_key] = member.member_id
+        if member.introduction.exchange_key:
+            self._keys[member.introduction.exchange_key] = member.member_id
 
     def leave(self, member_id: str) -> None:
         member = self._members.pop(member_id, None)
         if member is None:
             return
-        if self._keys.get(member.exchange_key) == member_id:
-            del self._keys[member.exchange_key]
-        self._earlier[member_id, member.secret] = None
+        if self._keys.get(member.introduction.exchange_key) == member_id:
+            del self._keys[member.introduction.exchange_key]
+        self._earlier[member_id, member.stream.secret] = None
         while len(self._earlier) > self._max_earlier:
             del self._earlier[next(iter(self._earlier))]
 
@@ -346,6 +384,6 @@ class Senders:
     def standing(self, member_id: str, secret: bytes) -> Standing:
         """Return the standing of the sender of a request with this member id and secret."""
         member = self._members.get(member_id)
-        if member is not None and hmac.compare_digest(member.secret, secret):
+        if member is not None and hmac.compare_digest(member.stream.secret, secret):
             return Standing.MEMBER
         return Standing.EARLIER if (member_id, secret) in self._earlier else Standing.STRANGER

@@ -72,8 +72,8 @@ class Roster:
         self.number += 1
         for member_id in set(member_ids) - set(earlier_ids):
             if (newcomer := self._members.get(member_id)) is not None:
-                newcomer.named_in = self.number
-                newcomer.host_plan = None  # the learner waits for its answer, even if it has the version already
+                newcomer.weights.named_in = self.number
+                newcomer.stream.host_plan = None  # the learner waits for its answer, even if it has the version already
         log.info("epoch %d of run %s: %s", self.number, run.run_id, listed_names(member_ids))
         directive = worker_pb2.Epoch(
             run_id=run.run_id, number=self.number, member_ids=member_ids, host_member_ids=host_ids
@@ -90,7 +90,7 @@ class Roster:
             if member.ready_run == run.run_id
             and member.connected
             and not member.suspected
-            and not member.expelled
+            and not member.weights.expelled
             and member.member_id != pinned
         ]
 
@@ -162,7 +162,7 @@ class Assignments:
     def unassign_all(self, reason: str) -> None:
         """Make all members idle, because the run is over."""
         for member in self._members.all():
-            member.session, member.ready_run, member.version, member.fault = 0, "", None, None
+            member.session, member.ready_run, member.weights.version, member.fault = 0, "", None, None
             member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
         self._exchange.versions.clear()
         self.roster.clear()
@@ -248,7 +248,7 @@ class Assignments:
         holder = self.learner()
         if holder is not None and holder.fault is None:
             return []
-        learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
+        learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.introduction.rank == 0]
         return [m for m in learners if m.connected and not m.is_expected and m.fault is None]
 
     async def _check_checkpoints(self, run: ActiveRun) -> None:
@@ -292,7 +292,7 @@ class Assignments:
 
     async def begin_session_above_holder(self, member: Member) -> None:
         """Begin a session numbered above that of a worker's weights, at most MAX_LATER_SESSIONS times."""
-        run, session = self._exchange.active, member.ahead_session
+        run, session = self._exchange.active, member.weights.ahead_session
         if run is None or session < self._ledger.run(run.run_id)["session"]:
             return
         if self._num_later_sessions >= MAX_LATER_SESSIONS:
@@ -328,7 +328,7 @@ class Assignments:
             self._ledger.add_event(row["run_id"], "session", content)
             self._ledger.invalidate(f"sessions {row['run_id']}")
         self._sessions[row["run_id"], session] = member.member_id
-        self._exchange.ranks = member.world_size
+        self._exchange.ranks = member.introduction.world_size
         while len(self._sessions) > SESSIONS_KEPT:
             self._sessions.pop(next(iter(self._sessions)))
         member.session = session
@@ -367,11 +367,11 @@ class Assignments:
             return
         lists: dict[Caller | None, worker_pb2.Engines] = {}
         for member in self._members.of_role(common_pb2.ROLE_ENVIRONMENT):
-            if member.caller not in lists:
-                lists[member.caller] = self._engines_for(member.caller, run)
-            listed = lists[member.caller]
-            if member.connected and member.engines != listed:
-                member.engines = listed
+            if member.introduction.caller not in lists:
+                lists[member.introduction.caller] = self._engines_for(member.introduction.caller, run)
+            listed = lists[member.introduction.caller]
+            if member.connected and member.stream.engines != listed:
+                member.stream.engines = listed
                 member.direct(worker_pb2.ConnectResponse(engines=listed))
 
     def _engines_for(self, caller: Caller | None, run: ActiveRun) -> worker_pb2.Engines:
@@ -381,5 +381,5 @@ class Assignments:
             entry = listed.engines.add(member_id=sampler.member_id, address=sampler.address)
             entry.version.session, entry.version.step = sampler.version
             if member := self._exchange.senders.get(sampler.member_id):
-                entry.ticket.CopyFrom(issue(member.call_key, member.member_id, GENERATE, caller))
+                entry.ticket.CopyFrom(issue(member.stream.call_key, member.member_id, GENERATE, caller))
         return listed

@@ -147,12 +147,12 @@ class HostPlans:
                 max_wait_s=max_wait_s,
                 position=position or 0,
             )
-            if plan == member.host_plan:
+            if plan == member.stream.host_plan:
                 continue
-            member.host_plan = plan
+            member.stream.host_plan = plan
             announced = Version(version.version.session, version.version.step)
-            if announced not in member.offered:
-                member.offered.append(announced)
+            if announced not in member.weights.offered:
+                member.weights.offered.append(announced)
             self._exchange.offer(member.member_id, announced)
             sent = worker_pb2.HostPlan()
             sent.CopyFrom(plan)

@@ -26,7 +26,7 @@ from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.members.introduction import check_place, checked_host
-from paceline.services.coordinator.members.registry import LoopLag, Member, Members
+from paceline.services.coordinator.members.registry import Introduction, LoopLag, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.services.coordinator.pool.reports import Reports, RunEvents
 from paceline.services.coordinator.text_limits import cut, one_line
@@ -53,15 +53,15 @@ class Pool:
     """Members of one coordinator; `runs` handles the events that concern the run."""
 
     def __init__(self, runs: RunEvents, members: Members):
+        context = runs.context
         self.members = members
-        self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
+        self.assignments = Assignments(members, context.ledger, context.exchange, context.lock, runs.pause_on_fault)
         self.lag = LoopLag()
         self.overdue_check_s = OVERDUE_CHECK_S
         self._overdue_checked_s = 0.0
         """Monotonic time of the last check for overdue leases."""
         self._runs = runs
-        self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
-        self._lock: asyncio.Lock = runs.lock
+        self._context, self._ledger, self._exchange = context, context.ledger, context.exchange
         self._lost_ranks = LostRanks(SILENT_TIMEOUTS * members.timeout_s)
         self._reports = Reports(runs, members, self.assignments, self.expel, self._add_member_event)
 
@@ -84,7 +84,7 @@ class Pool:
     def _expect(self, member_id: str, role: common_pb2.Role.ValueType, run: ActiveRun | None = None) -> None:
         if self.members.get(member_id) is None:
             session = self._ledger.run(run.run_id)["session"] if run is not None else 0
-            expected = Member(member_id, role, "", 0, time.monotonic(), session=session, is_expected=True)
+            expected = Member(member_id, Introduction(role), time.monotonic(), session=session, is_expected=True)
             self.members.add(expected)
 
     async def expire_silent(self) -> None:
@@ -125,7 +125,7 @@ class Pool:
             raise
         except Exception as error:  # the error concerns this member only: the others are still served
             unforeseen.note("the bookkeeping of a member", error)
-            member.stream_error = error
+            member.stream.error = error
             member.end_stream()
 
     async def join(self, hello: worker_pb2.Hello) -> Member:
@@ -135,31 +135,28 @@ class Pool:
         run = self._exchange.active
         same_run = run is not None and hello.run_id == run.run_id
         session = self.assignments.claim_session(hello) if same_run else 0
-        member = Member(
-            hello.member_id,
+        introduction = Introduction(
             hello.role,
             hello.address,
             hello.rank,
-            time.monotonic(),
             hello.http_address,
-            session=session,
-            world_size=hello.world_size,
-            learner_id=hello.learner_id if hello.role == common_pb2.ROLE_LEARNER else "",
+            hello.world_size,
+            hello.learner_id if hello.role == common_pb2.ROLE_LEARNER else "",
             shown_secret=hello.secret,
             exchange_key=hello.exchange_key,
-            host=checked_host(hello.host_agent) if hello.HasField("host_agent") else None,
             caller=current_caller(),
         )
+        host = checked_host(hello.host_agent) if hello.HasField("host_agent") else None
+        member = Member(hello.member_id, introduction, time.monotonic(), session=session, host=host)
         if earlier is not None:
-            member.offered.extend(earlier.offered)
-            member.warned_s.extend(earlier.warned_s)
-            member.failed_s.extend(earlier.failed_s)
+            member.weights.offered.extend(earlier.weights.offered)
+            member.times = earlier.times
         if same_run:
             self.assignments.note_session(hello)
         if same_run and hello.HasField("version") and member.role == common_pb2.ROLE_ROLLOUT:
             self._take_version(member, hello.version)
         self.members.add(member)
-        self._lost_ranks.joined(member.learner_id, member.last_report_s)
+        self._lost_ranks.joined(member.introduction.learner_id, member.last_report_s)
         self._exchange.senders.enter(member)
         self._exchange.suspected.discard(member.member_id)
         log.info("%s %s %s", member.role_name, member.member_id, "is back" if earlier else "joined")
@@ -172,21 +169,21 @@ class Pool:
         version = Version(reported.session, reported.step)
         self._exchange.note_session(version.session)
         if self.assignments.is_published(version):
-            member.version = self._exchange.versions[member.member_id] = version
+            member.weights.version = self._exchange.versions[member.member_id] = version
         else:
             log.warning("%s holds %s, which this run has not published", member.member_id, tuple(version))
-            member.ahead_session = version.session
+            member.weights.ahead_session = version.session
 
     async def joined(self, member: Member) -> None:
         """Send a new member the directives after its Welcome, and record that it joined."""
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
             self.assignments.roster.clear()  # a learner that returns has no roster yet
-        if member.ahead_session:
+        if member.weights.ahead_session:
             await self.assignments.begin_session_above_holder(member)
         self.assignments.update_lists()
         await self._add_member_event(member, "joined")
-        run, loads = self._exchange.active, member.role == common_pb2.ROLE_ROLLOUT and member.version is None
+        run, loads = self._exchange.active, member.role == common_pb2.ROLE_ROLLOUT and member.weights.version is None
         if loads and run is not None and run.prompts:
             model = await asyncio.to_thread(named_size, run.spec.policy.model_name)
             await self._add_member_event(member, f"loads {model}")
@@ -208,18 +205,18 @@ class Pool:
         self._exchange.senders.leave(member.member_id)  # before any await, because the member may return meanwhile
         member.end_stream()
         run = self._exchange.active
-        async with self._lock:
+        async with self._context.lock:
             with self._kept_on_fault(member), self._ledger.transaction(synced=False):
                 released = leases.revoke_from_member(self._exchange, member.member_id, crashed=crashed)
                 if run is not None:
                     self._ledger.evaluations.unpin_member(run.run_id, member.member_id)
                 notices = self._exchange.take_notices()
-                self._run_log.write_down(notices)
+                self._context.run_log.write_down(notices)
         level = logging.INFO if reason == IN_GOOD_ORDER else logging.WARNING
         name = f"{member.role_name} {member.member_id}"
         log.log(level, "%s left (%s); %d leases revoked", name, one_line(reason), released)
         self.assignments.update_lists()
-        self._runs.server.wake("lease", "task")
+        self._context.server.wake("lease", "task")
         await self._add_member_event(member, f"{LEFT}{reason}")
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
@@ -227,7 +224,7 @@ class Pool:
 
     async def put_out(self, member: Member, why: str) -> None:
         """Remove a member whose caller is no longer allowed, and end its stream with the reason."""
-        member.stream_error = AccessDenied(why)
+        member.stream.error = AccessDenied(why)
         await self.leave(member, why)
 
     @contextmanager
@@ -244,7 +241,7 @@ class Pool:
         """Handle one report of a member; ignore it if the member has left or has a newer stream."""
         if self.members.get(member.member_id) is not member:
             return
-        member.last_report_s, member.is_heard = time.monotonic(), True
+        member.last_report_s, member.stream.is_heard = time.monotonic(), True
         if member.suspected:
             member.suspected = False
             self._exchange.suspected.discard(member.member_id)
@@ -253,7 +250,7 @@ class Pool:
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
             if not reason:
-                self._lost_ranks.left(member.learner_id, member.member_id)
+                self._lost_ranks.left(member.introduction.learner_id, member.member_id)
             if member.session and not reason:
                 await self._note_left(member.session)
             await self.leave(member, reason or IN_GOOD_ORDER, crashed=bool(reason))
@@ -263,17 +260,17 @@ class Pool:
     async def _note_left(self, session: int) -> None:
         run = self._exchange.active
         if run is not None:
-            async with self._lock:
+            async with self._context.lock:
                 with self._ledger.transaction(synced=False):
                     session_faults.note_left(self._exchange, run, session)
 
     async def _suspect(self, member: Member, why: str) -> None:
         """Suspect a member: it is not in the next roster, and no batch waits for its groups until it reports again."""
-        if member.suspected or self._runs.stopping:
+        if member.suspected or self._context.watchers.stopping:
             return
         member.suspected = True
         self._exchange.suspected.add(member.member_id)
-        self._runs.server.wake("batch")
+        self._context.server.wake("batch")
         log.warning("%s %s is suspected: %s", member.role_name, member.member_id, why)
         self.assignments.update_lists()
         await self._add_member_event(member, f"suspected: {why}")
@@ -286,12 +283,12 @@ class Pool:
         overdue = leases.find_overdue(self._exchange, run, now_s)
         if not overdue:
             return
-        async with self._lock:
+        async with self._context.lock:
             with self._ledger.transaction():
                 leases.revoke_overdue(self._exchange, run, overdue)
                 notices = self._exchange.take_notices()
-                self._run_log.write_down(notices)
-        self._runs.server.wake("lease", "task")
+                self._context.run_log.write_down(notices)
+        self._context.server.wake("lease", "task")
         await self._runs.act_on(notices)
 
     async def revoke_from_silent(self) -> None:
@@ -302,7 +299,7 @@ class Pool:
         run = self._exchange.active
         if run is None or not silent:
             return
-        async with self._lock:
+        async with self._context.lock:
             if not self._ledger.group_queries.num_held().keys() & set(silent):
                 return
             with self._ledger.transaction():
@@ -310,13 +307,13 @@ class Pool:
                 number = leases.revoke_work(self._exchange, silent, with_leases=waits)
         if number:
             log.info("%d groups of silent workers are leased to others: %s", number, ", ".join(silent))
-            self._runs.server.wake("lease", "task")
+            self._context.server.wake("lease", "task")
 
     async def expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
         """Expel a member that missed a deadline for a version: it is notified, and not in the next roster."""
-        if member.expelled:
+        if member.weights.expelled:
             return
-        member.expelled = True
+        member.weights.expelled = True
         log.warning("%s %s is expelled from epoch %d", member.role_name, member.member_id, report.epoch)
         expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
         member.direct(worker_pb2.ConnectResponse(expelled=expelled))
@@ -326,13 +323,13 @@ class Pool:
     async def _add_member_event(self, member: Member, what: str) -> None:
         run = self._exchange.active
         if run is not None:
-            async with self._lock:
+            async with self._context.lock:
                 with self._ledger.transaction(synced=False):  # no reader sees the event before a later sync
                     if what == "joined":
                         self._ledger.deaths.remove_member(member.member_id)  # it returned, so no group crashed it
                     content = {"role": member.role_name, "member_id": member.member_id, "what": what}
                     self._ledger.add_event(run.run_id, "member", content)
-            await self._runs.tell_watchers()
+            await self._context.watchers.notify()
 
 
 @dataclass
@@ -369,9 +366,9 @@ class LostRanks:
         """Yield, once for each learner with lost ranks, a message about one of them and the members to notify."""
         present: dict[str, list[Member]] = {}
         for member in members:
-            if member.learner_id in self._learners:
-                present.setdefault(member.learner_id, []).append(member)
-                self._learners[member.learner_id].heard_s[member.member_id] = member.last_report_s
+            if member.introduction.learner_id in self._learners:
+                present.setdefault(member.introduction.learner_id, []).append(member)
+                self._learners[member.introduction.learner_id].heard_s[member.member_id] = member.last_report_s
         for learner_id, learner in list(self._learners.items()):
             if learner_id not in present:
                 del self._learners[learner_id]

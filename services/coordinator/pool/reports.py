@@ -4,7 +4,6 @@ comes from a confused or lying member: it is ignored, and the run continues."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import deque
@@ -17,15 +16,14 @@ from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator import sessions
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
-from paceline.services.coordinator.exchange.transport.server import ExchangeServer
-from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
+from paceline.services.coordinator.exchange.state import ActiveRun, Notice
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.ledger.tables.checkpoints import stored
 from paceline.services.coordinator.members.introduction import checked_host
 from paceline.services.coordinator.members.registry import WARNINGS_KEPT, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.pool.run_context import RunContext
 from paceline.services.coordinator.reporting.member_files import TokenFiles, fault_of
-from paceline.services.coordinator.reporting.run_log import RunLog
 from paceline.services.coordinator.text_limits import cut, finite_gauges, one_line, seconds
 from paceline.v1 import common_pb2, worker_pb2
 
@@ -39,15 +37,9 @@ class WorkerFaults(Protocol):
 
 
 class RunEvents(Protocol):
-    """The coordinator as the pool uses it: the owner of the runs handles the pool's events."""
+    """Owner of the runs as the pool uses it: it handles the pool's events."""
 
-    ledger: Ledger
-    exchange: Exchange
-    lock: asyncio.Lock
-    """The lock that serialises transactions."""
-    run_log: RunLog
-    server: ExchangeServer
-    stopping: bool
+    context: RunContext
 
     @property
     def faults(self) -> WorkerFaults: ...
@@ -60,12 +52,6 @@ class RunEvents(Protocol):
 
     async def learner_finished(self, session: int) -> None:
         """Note that the learner has finished; end the run if nothing else is pending."""
-
-    async def warn(self, messages: list[str]) -> None:
-        """Add warnings to the events of the active run."""
-
-    async def tell_watchers(self) -> None:
-        """Wake watchers, because there are new events."""
 
 
 WARNINGS_PERIOD_S = 60.0
@@ -99,9 +85,8 @@ class Reports:
         """`expel` removes a member from the roster, `add_event` adds an event about a member."""
         self._runs, self._expel, self._add_event = runs, expel, add_event
         self._members, self._assignments = members, assignments
-        self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
-        self._lock: asyncio.Lock = runs.lock
-        self._tokens = TokenFiles(runs.ledger.path.parent)
+        self._context, self._ledger, self._exchange = runs.context, runs.context.ledger, runs.context.exchange
+        self._tokens = TokenFiles(self._ledger.path.parent)
 
     async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
         """Handle one report, if this member may make it. Raises InvalidInput for a second Hello."""
@@ -120,8 +105,8 @@ class Reports:
             return
         match kind:
             case "heartbeat":
-                gauges = member.logged.add_gauges(finite_gauges(request.heartbeat.gauges))
-                member.gauges = member.functions.add_gauges(gauges)
+                gauges = member.measures.logged.add_gauges(finite_gauges(request.heartbeat.gauges))
+                member.measures.gauges = member.measures.functions.add_gauges(gauges)
                 if member.draining != request.heartbeat.draining:
                     member.draining = request.heartbeat.draining
                     self._assignments.update_engines()
@@ -129,14 +114,14 @@ class Reports:
                 receiver = self._members.get(request.weight_offer.member_id)
                 if receiver is not None and receiver.role == common_pb2.ROLE_ROLLOUT:
                     version = _version(request.weight_offer.version)
-                    receiver.offered.append(version)
+                    receiver.weights.offered.append(version)
                     self._exchange.offer(receiver.member_id, version)
                     receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
             case "host_version":
                 roster = self._assignments.roster
                 roster.plans.take(request.host_version, roster.number, roster.member_ids)
             case "host_agent":
-                member.host, member.host_plan = checked_host(request.host_agent), None
+                member.host, member.stream.host_plan = checked_host(request.host_agent), None
                 self._assignments.roster.update()
             case "weight_ack":
                 await self._on_weight_ack(member, request.weight_ack)
@@ -149,7 +134,7 @@ class Reports:
                 await self._on_checkpoint(member, request.checkpoint)
             case "staged":
                 roster = self._assignments.roster
-                self._run_log.note_staged(request.staged, roster.number, len(roster.member_ids))
+                self._context.run_log.note_staged(request.staged, roster.number, len(roster.member_ids))
             case "publish":
                 await self._on_publish(request.publish)
             case "token_statistics":
@@ -158,19 +143,19 @@ class Reports:
     async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
         run = self._exchange.active
         if run is not None and ack.ok:
-            member.version = _version(ack.version)
-            self._exchange.versions[member.member_id] = member.version
-            self._exchange.note_session(member.version.session)
-            self._run_log.note_pause(ack)
-            member.paused_s += seconds(ack.pause_s)
+            member.weights.version = _version(ack.version)
+            self._exchange.versions[member.member_id] = member.weights.version
+            self._exchange.note_session(member.weights.version.session)
+            self._context.run_log.note_pause(ack)
+            member.measures.paused_s += seconds(ack.pause_s)
             if slow := self._assignments.roster.plans.note(member, ack.host_transfer):
-                await self._runs.warn([slow])
-            async with self._lock:
+                await self._context.watchers.warn([slow])
+            async with self._context.lock:
                 if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
                     with self._ledger.transaction(synced=False):
                         self._ledger.update_run(run.run_id, published_step=ack.version.step)
             self._assignments.update_engines()
-            self._runs.server.wake("lease")
+            self._context.server.wake("lease")
         if (learner := self._assignments.learner()) is not None:
             learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
 
@@ -179,7 +164,7 @@ class Reports:
         if run is None:
             return
         if report.warning:
-            await self._runs.warn([report.warning])
+            await self._context.watchers.warn([report.warning])
             return
         if report.fault == worker_pb2.FAULT_CHECKPOINT:
             await self._assignments.fall_back(member, report)
@@ -192,7 +177,7 @@ class Reports:
             self._assignments.update_engines()
             return
         is_set_up = member.role == common_pb2.ROLE_ROLLOUT and member.ready_run != run.run_id
-        member.ready_run, member.expelled = run.run_id, False
+        member.ready_run, member.weights.expelled = run.run_id, False
         await self._runs.faults.on_ready(member)
         if report.vocab_size:
             await self._update_run(run.run_id, vocab_size=report.vocab_size)
@@ -206,7 +191,7 @@ class Reports:
             await self._add_event(member, "has loaded the model")
 
     async def _update_run(self, run_id: str, **columns: Any) -> None:
-        async with self._lock:
+        async with self._context.lock:
             with self._ledger.transaction(synced=False):
                 self._ledger.update_run(run_id, **columns)
 
@@ -217,11 +202,11 @@ class Reports:
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             if learner.session == report.session:
                 learner.session, learner.ready_run = 0, ""
-        async with self._lock:
+        async with self._context.lock:
             with self._ledger.transaction():
-                session_faults.on_report(self._exchange, run, report, member.rank)
+                session_faults.on_report(self._exchange, run, report, member.introduction.rank)
                 notices = self._exchange.take_notices()
-                self._run_log.write_down(notices)
+                self._context.run_log.write_down(notices)
         await self._runs.act_on(notices)
 
     async def _on_checkpoint(self, member: Member, report: worker_pb2.CheckpointReport) -> None:
@@ -230,9 +215,11 @@ class Reports:
             return
         refusal = sessions.refusal(self._ledger, run, report)
         if refusal:
-            await self._runs.warn([f"a checkpoint of session {report.session} is not registered: {refusal}"])
+            await self._context.watchers.warn(
+                [f"a checkpoint of session {report.session} is not registered: {refusal}"]
+            )
             return
-        async with self._lock:
+        async with self._context.lock:
             with self._ledger.transaction():
                 # A learner repeats earlier reports after a restart.
                 if self._ledger.checkpoints.add(report):
@@ -242,17 +229,17 @@ class Reports:
             kept = sessions.kept_paths(self._ledger, report.run_id)
         directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
         member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))
-        await self._runs.tell_watchers()
+        await self._context.watchers.notify()
 
     async def _on_publish(self, report: worker_pb2.PublishReport) -> None:
-        self._run_log.note_publish(report)
+        self._context.run_log.note_publish(report)
         if report.ok:
             return
         step, why = report.version.step, one_line(report.error)
         log.warning("version %d did not reach %s: %s", step, report.member_id[:64], why)
         member = self._members.get(report.member_id)
         missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
-        if missed and member is not None and report.epoch >= member.named_in:
+        if missed and member is not None and report.epoch >= member.weights.named_in:
             await self._expel(member, report)
 
     # Authority
@@ -315,7 +302,7 @@ class Reports:
             return f"a {member.role_name} worker receives no weights"
         if member_id != member.member_id:
             return f"the report is about member {member_id[:80]!r}"
-        if version not in member.offered:
+        if version not in member.weights.offered:
             return f"version {tuple(version)} was not offered to the worker"
         if not self._assignments.is_published(version):
             return f"version {tuple(version)} was not published by the run"
@@ -326,8 +313,10 @@ class Reports:
             if reported.session != session:
                 return f"session {reported.session} is not the newest, which is {session}"
             # Other ranks report only their own errors.
-            if self._exchange.ranks and member.rank >= self._exchange.ranks:
-                return f"the learner has {self._exchange.ranks} ranks, and rank {member.rank} is none of them"
+            if self._exchange.ranks and member.introduction.rank >= self._exchange.ranks:
+                return (
+                    f"the learner has {self._exchange.ranks} ranks, and rank {member.introduction.rank} is none of them"
+                )
             if not (reported.error or reported.warning) and self._assignments.learner() is not member:
                 return f"the worker does not have the learner's session {session}"
             if len(reported.export_path.encode()) > MAX_PATH_BYTES:
@@ -335,11 +324,11 @@ class Reports:
         elif reported.finished or reported.export_path or reported.vocab_size:
             return f"a {member.role_name} worker exports nothing and has no vocabulary"
         if reported.warning:
-            return self._check_number("warned", member.warned_s)
+            return self._check_number("warned", member.times.warned_s)
         # A learner's fault ends its session, so there are few.
         if reported.error and member.role != common_pb2.ROLE_LEARNER:
             is_repeated = member.fault is not None and member.fault.message == reported.error
-            return "" if is_repeated else self._check_number("failed", member.failed_s)
+            return "" if is_repeated else self._check_number("failed", member.times.failed_s)
         return ""
 
     def _check_number(self, what: str, times_s: deque[float]) -> str:

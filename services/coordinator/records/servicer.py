@@ -113,8 +113,8 @@ def _gauges(member: Member, held: int, now_s: float) -> pb.MemberGauges:
     found = pb.MemberGauges(
         member_id=member.member_id,
         role=member.role,
-        address=member.address,
-        http_address=member.http_address,
+        address=member.introduction.address,
+        http_address=member.introduction.http_address,
         held=held,
         silent_s=now_s - member.last_report_s,
         connected=member.connected,
@@ -122,9 +122,9 @@ def _gauges(member: Member, held: int, now_s: float) -> pb.MemberGauges:
         draining=member.draining,
         fault=member.fault.message if member.fault is not None else "",
         session=member.session,
-        epoch=member.named_in,
-        gauges=member.gauges,
+        epoch=member.weights.named_in,
+        gauges=member.measures.gauges,
     )
-    if member.version is not None:
-        found.version.session, found.version.step = member.version
+    if member.weights.version is not None:
+        found.version.session, found.version.step = member.weights.version
     return found

@@ -54,17 +54,19 @@ class GaugeHistory:
         elapsed_s, self._read_s, self._due_s = now_s - self._read_s, now_s, now_s + PERIOD_S
         members = self._members.all()[:MAX_MEMBERS]
         found = {member.member_id: self._reading(member, elapsed_s) for member in members}
-        self._paused_s = {member.member_id: member.paused_s for member in members}
+        self._paused_s = {member.member_id: member.measures.paused_s for member in members}
         if not found or (self.writing is not None and not self.writing.done()):
             return
         line = json.dumps({"time": round(time.time(), 1), "members": found}, separators=(",", ":")) + "\n"
         self.writing = asyncio.get_running_loop().run_in_executor(None, self._write, line)
 
     def _reading(self, member: Member, elapsed_s: float) -> dict[str, str | float]:
-        paused_s = member.paused_s - self._paused_s.get(member.member_id, member.paused_s)
+        paused_s = member.measures.paused_s - self._paused_s.get(member.member_id, member.measures.paused_s)
         found: dict[str, str | float] = {"pool": member.role_name}
         found |= {name: round(value, DIGITS) for name, value in shares(member, paused_s, elapsed_s).items()}
-        return found | {name: round(member.gauges[name], DIGITS) for name in KEPT if name in member.gauges}
+        return found | {
+            name: round(member.measures.gauges[name], DIGITS) for name in KEPT if name in member.measures.gauges
+        }
 
     def _write(self, line: str) -> None:
         """Append a line to the newest file, or begin a new one; remove the oldest files."""
@@ -90,9 +92,9 @@ def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float
         return {}
     updating = min(1.0, max(0.0, paused_s) / elapsed_s) if elapsed_s > 0 else 0.0
     if member.role == common_pb2.ROLE_ROLLOUT:
-        idle = member.gauges.get("wait_fraction", 1.0)
+        idle = member.measures.gauges.get("wait_fraction", 1.0)
     else:
-        idle = 1.0 - member.gauges.get("occupied", 0.0)
+        idle = 1.0 - member.measures.gauges.get("occupied", 0.0)
     waiting = min(max(idle, 0.0), 1.0 - updating)
     return {"working": 1.0 - updating - waiting, "waiting": waiting, "updating": updating, "away": 0.0}
 

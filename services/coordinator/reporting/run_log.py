@@ -194,7 +194,7 @@ class RunLog:
         self._count_time()
         metrics = metrics | self._learner | self._weights | self._pool_gauges() | self._logged()
         metrics |= self._energy.metrics(
-            [member.gauges for member in self._members.all()], metrics.get("trained_tokens", 0.0)
+            [member.measures.gauges for member in self._members.all()], metrics.get("trained_tokens", 0.0)
         )
         for state, number in self._ledger.groups_by_state(run.run_id).items():
             metrics[f"groups/{state}"] = number
@@ -262,7 +262,7 @@ class RunLog:
         totals.update((f"coordinator/{name}", value) for name, value in process_gauges().items())
         for member in self._members.all():
             pool = POOL_NAMES.get(member.role_name, member.role_name)
-            for name, value in member.gauges.items():
+            for name, value in member.measures.gauges.items():
                 if not is_added_up(name):
                     continue
                 totals[f"{pool}/{name}"] = totals.get(f"{pool}/{name}", 0.0) + value
@@ -272,8 +272,8 @@ class RunLog:
         """Return means of metrics that reward functions logged since the last step, and their times and failures."""
         logged, functions = LoggedMetrics(), FunctionSums()
         for member in self._members.all():
-            logged.add(member.logged.take())
-            functions.add(member.functions.take())
+            logged.add(member.measures.logged.take())
+            functions.add(member.measures.functions.take())
         return logged.means() | functions.metrics()
 
     def _write_text(self, run: ActiveRun, result: dict[str, Any]) -> None:

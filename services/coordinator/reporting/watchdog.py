@@ -127,16 +127,18 @@ class Watchdog:
         return Facts(
             waited_s=waited_s,
             step=step,
-            learners=learners,
+            workers=WorkerCounts(
+                learners=learners,
+                rollouts=len(rollouts),
+                ready_rollouts=sum(member.ready_run == run.run_id for member in rollouts),
+                rewards=len(rewards),
+                environments=None if environments is None else len(environments),
+                ready_environments=sum(member.ready_run == run.run_id for member in environments or ()),
+            ),
             is_requested=is_requested,
-            rollouts=len(rollouts),
-            ready_rollouts=sum(member.ready_run == run.run_id for member in rollouts),
             versions=tuple(version.step for version in self._exchange.versions.values()),
-            rewards=len(rewards),
             leases=groups[State.LEASED],
             holders=sum(member.member_id in held for member in (rollouts if environments is None else environments)),
-            environments=None if environments is None else len(environments),
-            ready_environments=sum(member.ready_run == run.run_id for member in environments or ()),
             tasks=sum(held.get(member.member_id, 0) for member in rewards),
             groups=groups,
             batch=run.batch_size,
@@ -150,20 +152,26 @@ class Watchdog:
 
 
 @dataclass(frozen=True)
+class WorkerCounts:
+    """Numbers of connected workers; `learners` work on the run, and the `ready` workers have set it up."""
+
+    learners: int
+    rollouts: int
+    ready_rollouts: int
+    rewards: int
+    environments: int | None = None
+    """Number of environment workers, which hold the leases; None for a run without an environment."""
+    ready_environments: int = 0
+
+
+@dataclass(frozen=True)
 class Facts:
     waited_s: float
     """Seconds of waiting for the batch of `step`; without a learner, seconds since the last one was connected."""
     step: int
-    learners: int
-    """Number of learners that work on the run."""
-    rollouts: int
-    """Number of connected rollout workers."""
-    ready_rollouts: int
-    """Number of connected rollout workers that have set the run up."""
+    workers: WorkerCounts
     versions: tuple[int, ...]
     """Steps of the versions that the rollout workers have acknowledged."""
-    rewards: int
-    """Number of connected reward workers."""
     leases: int
     holders: int
     """Number of workers that hold leases."""
@@ -175,10 +183,6 @@ class Facts:
     """B, the number of groups in a step."""
     max_age: int
     """η, the largest age in steps."""
-    environments: int | None = None
-    """Number of connected environment workers, which hold the leases; None for a run without an environment."""
-    ready_environments: int = 0
-    """Number of environment workers that have set the run up."""
     is_requested: bool = True
     """True if the learner has requested the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
@@ -190,7 +194,7 @@ class Facts:
 def explain(facts: Facts) -> str:
     """Return one sentence that names what is missing, with numbers, and one with the remedy."""
     waited = f"{facts.waited_s:.0f} s"
-    if not facts.learners:
+    if not facts.workers.learners:
         return (
             f"no learner has worked on step {facts.step} for {waited}: no learner is connected. "
             "Start a learner, or read the log of the last learner"
@@ -205,7 +209,8 @@ def explain(facts: Facts) -> str:
 
 
 def _why(facts: Facts) -> tuple[str, str]:
-    holder = "rollout" if facts.environments is None else "environment"
+    workers = facts.workers
+    holder = "rollout" if workers.environments is None else "environment"
     groups, held = facts.groups, f"{facts.holders} {holder} workers hold leases"
     to_generate = groups.get(State.ADMITTED, 0) + groups.get(State.LEASED, 0)
     to_score = groups.get(State.GENERATED, 0)
@@ -225,23 +230,23 @@ def _why(facts: Facts) -> tuple[str, str]:
             f"{scored} groups are scored, but the batch waits for {to_generate + to_score} older groups",
             "The run continues after async_grpo.late_wait_s, or when the older groups are complete (order: in_order)",
         )
-    if to_score + scored < facts.batch and facts.environments == 0:
+    if to_score + scored < facts.batch and workers.environments == 0:
         return (
             f"{held}, but no environment worker is connected",
             "Start environment workers, or read in the last worker's log why it died",
         )
-    if to_score + scored < facts.batch and facts.environments and not facts.ready_environments:
+    if to_score + scored < facts.batch and workers.environments and not workers.ready_environments:
         return (
-            f"{facts.environments} environment workers are connected, but no worker has set the run up",
+            f"{workers.environments} environment workers are connected, but no worker has set the run up",
             "Read their logs: the user's code may take long to load",
         )
-    if to_score + scored < facts.batch and not facts.rollouts:
+    if to_score + scored < facts.batch and not workers.rollouts:
         nobody = "no rollout worker is connected"
-        missing = f"{held}, but {nobody}" if facts.environments is None else nobody
+        missing = f"{held}, but {nobody}" if workers.environments is None else nobody
         return missing, "Start rollout workers, or read in the last worker's log why it died"
-    if to_score + scored < facts.batch and not facts.ready_rollouts:
+    if to_score + scored < facts.batch and not workers.ready_rollouts:
         return (
-            f"{facts.rollouts} rollout workers are connected, but no worker has set the run up",
+            f"{workers.rollouts} rollout workers are connected, but no worker has set the run up",
             "Read their logs: a model takes long to load, or cannot be loaded",
         )
     if to_score + scored < facts.batch and not facts.leases:
@@ -258,7 +263,7 @@ def _why(facts: Facts) -> tuple[str, str]:
             f"{held}, although {groups.get(State.ADMITTED, 0)} groups could be leased",
             "The workers request no leases: read their logs, and check that their processes are not stopped",
         )
-    if to_score and not facts.rewards:
+    if to_score and not workers.rewards:
         return f"{to_score} groups are generated, but no reward worker is connected", "Start reward workers"
     if to_score and to_score + scored >= facts.batch:
         return (

@@ -85,6 +85,49 @@ def measure(period: Period, pool: PoolConfig, share: float) -> Measurement:
     )
 
 
+class StepTimes:
+    """Steps of the learner: those of a period, and the share of all recent time in which the learner waited."""
+
+    def __init__(self) -> None:
+        self.number, self.seconds, self.groups = 0, 0.0, 0.0
+        """Steps of the period, their seconds without waits, and the groups that they needed."""
+        self.reported_s = 0.0
+        """Seconds of the last step by the learner's own metric."""
+        self._last: tuple[str, int, float] | None = None
+        """Run id, session and time of the last trained step."""
+        self._dropped: tuple[str, int] | None = None
+        """Run, and the number of groups that it had dropped when its last step was counted."""
+        self._waited_s = self._passed_s = 0.0
+        """Seconds of the learner's waits, and of its steps including the waits; older ones have less weight."""
+
+    def add(self, run: ActiveRun, session: int, dropped: int, wait_s: float, now_s: float) -> None:
+        """Count a step that was trained at `now_s`; the run has dropped so many groups by then."""
+        before, self._last = self._last, (run.run_id, session, now_s)
+        dropped_before, self._dropped = self._dropped, (run.run_id, dropped)
+        train_s = self.reported_s
+        if before is not None and before[:2] == (run.run_id, session):
+            # This includes publishing and checkpoints, which the learner's own metric leaves out.
+            train_s = max(train_s, now_s - before[2] - wait_s)
+        if train_s <= 0:
+            return
+        self.number += 1
+        self.seconds += train_s
+        self.groups += run.batch_size
+        if dropped_before is not None and dropped_before[0] == run.run_id:
+            self.groups += max(0, dropped - dropped_before[1])
+        kept = 0.5 ** (1 / HALF_LIFE_STEPS)
+        self._waited_s = kept * self._waited_s + wait_s
+        self._passed_s = kept * self._passed_s + wait_s + train_s
+
+    def begin_period(self) -> None:
+        self.number, self.seconds, self.groups = 0, 0.0, 0.0
+
+    def wait_fraction(self, waiting_s: float) -> float:
+        """Return the share of waits, with the current one of `waiting_s` seconds."""
+        passed_s = self._passed_s + waiting_s
+        return min(1.0, (self._waited_s + waiting_s) / passed_s) if passed_s else 0.0
+
+
 class Meter:
     """Counts of one coordinator; after a restart they begin anew."""
 
@@ -95,20 +138,13 @@ class Meter:
         self._occupied_s: dict[str, float] = {}
         self._completed: dict[str, float] = {}
         """Number of groups that each worker had completed when the period began."""
-        self._dropped: tuple[str, int] | None = None
-        """Run, and the number of groups that it had dropped when its last step was counted."""
-        self._learner_step_s = 0.0
-        self._last_step: tuple[str, int, float] | None = None
-        """Run id, session and time of the last trained step."""
-        self._steps, self._steps_s, self._groups = 0, 0.0, 0.0
-        self._waited_s = self._passed_s = 0.0
-        """Seconds of the learner's waits, and of its steps including the waits; older ones have less weight."""
+        self._steps = StepTimes()
 
     def note(self, notices: Iterable[Notice], now_s: float) -> None:
         """Count the trained steps among the exchange's notices."""
         for notice in notices:
             if notice.kind == "metrics":
-                self._learner_step_s = float(notice.content["metrics"].get(LEARNER_STEP, 0.0))
+                self._steps.reported_s = float(notice.content["metrics"].get(LEARNER_STEP, 0.0))
             elif notice.kind == "step":
                 self._count_step(notice, now_s)
 
@@ -123,7 +159,7 @@ class Meter:
                 name = member.member_id
                 self._ready_s[name] = self._ready_s.get(name, 0.0) + elapsed_s
                 # A worker that has not reported yet counts as fully occupied.
-                occupied = min(max(member.gauges.get("occupied", 1.0), 0.0), 1.0)
+                occupied = min(max(member.measures.gauges.get("occupied", 1.0), 0.0), 1.0)
                 self._occupied_s[name] = self._occupied_s.get(name, 0.0) + elapsed_s * occupied
 
     def take(self, now_s: float) -> Period:
@@ -136,7 +172,7 @@ class Meter:
             holder = "environment" if with_environment else "rollout"
         throughput, held = self._exchange.throughput, self._ledger.group_queries.num_held()
         completed = {**throughput.generated, **throughput.scored}
-        workers = {}
+        workers, steps = {}, self._steps
         for member in self._members.all():
             if member.role_name == "learner" or member.draining or not member.connected:
                 continue
@@ -153,15 +189,15 @@ class Meter:
             seconds=now_s - self._began_s,
             roles=roles,
             workers=workers,
-            steps=self._steps,
-            step_s=self._steps_s / self._steps if self._steps else 0.0,
-            groups_per_step=self._groups / self._steps if self._steps else 0.0,
+            steps=steps.number,
+            step_s=steps.seconds / steps.number if steps.number else 0.0,
+            groups_per_step=steps.groups / steps.number if steps.number else 0.0,
             holder=holder,
         )
         throughput.keep(member.member_id for member in self._members.all())
         self._began_s, self._completed = now_s, completed
         self._ready_s, self._occupied_s = {}, {}
-        self._steps, self._steps_s, self._groups = 0, 0.0, 0.0
+        steps.begin_period()
         return period
 
     def running(self) -> ActiveRun | None:
@@ -179,32 +215,15 @@ class Meter:
             requested_s = self._exchange.first_requested_s.get(row["next_batch"])
             if requested_s is not None and row["next_batch"] <= row["next_step"]:
                 waiting_s = max(0.0, now_s - requested_s)
-        passed_s = self._passed_s + waiting_s
-        return min(1.0, (self._waited_s + waiting_s) / passed_s) if passed_s else 0.0
+        return self._steps.wait_fraction(waiting_s)
 
     def _count_step(self, notice: Notice, now_s: float) -> None:
         run = self._exchange.active
         if run is None or run.prompts is None or run.run_id != notice.run_id:
             return
         session = int(self._ledger.run(run.run_id)["session"])
-        before, self._last_step = self._last_step, (run.run_id, session, now_s)
-        dropped_before, dropped = self._dropped, self._num_dropped(run.run_id)
-        self._dropped = (run.run_id, dropped)
         wait_s = max(0.0, float(notice.content["metrics"].get("learner_wait_s", 0.0)))
-        train_s = self._learner_step_s
-        if before is not None and before[:2] == (run.run_id, session):
-            # This includes publishing and checkpoints, which the learner's own metric leaves out.
-            train_s = max(train_s, now_s - before[2] - wait_s)
-        if train_s <= 0:
-            return
-        self._steps += 1
-        self._steps_s += train_s
-        self._groups += run.batch_size
-        if dropped_before is not None and dropped_before[0] == run.run_id:
-            self._groups += max(0, dropped - dropped_before[1])
-        kept = 0.5 ** (1 / HALF_LIFE_STEPS)
-        self._waited_s = kept * self._waited_s + wait_s
-        self._passed_s = kept * self._passed_s + wait_s + train_s
+        self._steps.add(run, session, self._num_dropped(run.run_id), wait_s, now_s)
 
     def _num_dropped(self, run_id: str) -> int:
         counters = self._ledger.counters(run_id)

@@ -90,7 +90,9 @@ class BatchClient:
         """Return this rank's part of a step's batch; None if there is none yet or this rank stops. Refetch a damaged
         part."""
         rank = self._rank
-        request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
+        request = pb.BatchRequest(
+            step=step, rank=rank.place.rank, world_size=rank.place.world_size, wait_s=BATCH_WAIT_S
+        )
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 reply, payloads = self._request(0.0, batch=request)
@@ -123,14 +125,14 @@ class BatchClient:
         """Report that this rank has trained `batch`, with its comparisons; rank 0's metrics are the step's."""
         receipt = pb.Receipt(
             step=step,
-            rank=self._rank.rank,
-            world_size=self._rank.world_size,
+            rank=self._rank.place.rank,
+            world_size=self._rank.place.world_size,
             groups=[
                 pb.BatchGroup(group_id=sent.group_id, digest=sent.digest, scores_digest=group.scores_digest())
                 for sent, group in zip(batch.reply.groups, batch.groups, strict=True)
             ],
             tokens=tokens,
-            metrics=metrics if self._rank.rank == 0 else {},
+            metrics=metrics if self._rank.place.rank == 0 else {},
             comparisons=[pb.Comparison(**compared._asdict()) for compared in comparisons],
         )
         reply, _ = self._request(self._rank.grace_s, receipt=receipt)

@@ -34,7 +34,7 @@ class RunExports:
 
     def remove_left_overs(self) -> None:
         """Remove the unfinished folders of exports that were killed, on rank 0. Not a collective call."""
-        if self._rank.rank == 0:
+        if self._rank.place.rank == 0:
             for folder in (self._directory, self._directory / EXPORTS):
                 if folder.local is not None:
                     remove_left_overs(folder.local)
@@ -49,7 +49,7 @@ class RunExports:
             if failure is not None:
                 raise failure
 
-        succeed_on_all_ranks(check, self._rank.device)
+        succeed_on_all_ranks(check, self._rank.place.device)
         return path
 
     def carry_out_orders(self, model: nn.Module, origin: Origin) -> None:
@@ -76,7 +76,7 @@ class RunExports:
             write = self._export_adapter if adapter_only else self._export_model
             failure = write(path, model, origin)
         except Exception as error:  # torch's own, for a lack of memory on the device
-            if self._rank.world_size > 1:
+            if self._rank.place.world_size > 1:
                 raise
             failure = error
         if failure is None or isinstance(failure, PacelineError):

@@ -63,7 +63,7 @@ class Publishing:
         self._model = model
         channel = self._make(self._assignment, self._spec, self._rank, self._warn, model)
         with self._opening:
-            roster = self._roster or self._rank.early_roster
+            roster = self._roster or self._rank.assigned.early_roster
             if roster is not None and roster.run_id == self._assignment.run_id:
                 channel.set_members(roster.number, roster.member_ids, roster.host_member_ids)
             self._channel = channel
@@ -145,33 +145,33 @@ class _WeightChannelFactory:
         precision = spec.policy.generation_precision
         if spec.policy.lora_cfg.enabled:
             precision = "float32"  # an adapter is small, and only its merge should round
-        self._dtype = getattr(torch, resolved_dtype(precision, rank.device.type))
+        self._dtype = getattr(torch, resolved_dtype(precision, rank.place.device.type))
         # Each run has a separate object store, because this run must not prune versions of another.
         self._store = WeightStore(run_store(self._weights.store, self._run_id, assignment.directory))
-        trusted = is_loopback(rank.weights_host) and self._store.is_local
+        trusted = is_loopback(rank.place.weights_host) and self._store.is_local
         self._algorithm: Algorithm = "xxh3_64" if trusted else "sha256"
 
     def collective(self, model: nn.Module) -> WeightChannel:
         """Return the channel by the hosts' relays, or by the object store if a host of the learner has no relay."""
         token = broadcast_bytes(secrets.token_bytes(TOKEN_BYTES))
-        hosts = agree_on_hosts(self._rank.relay.client(), WAIT_S, self._rank.device, token)
+        hosts = agree_on_hosts(self._rank.relay.client(), WAIT_S, self._rank.place.device, token)
         if hosts is not None:
             return self._by_host(hosts, model)
-        if self._rank.rank == 0:
+        if self._rank.place.rank == 0:
             text = (
                 "a host of the learner has no relay for weights (see its log); every worker reads weights from "
                 f"{self._store.url}, as with weights.channel: delta"
             )
-            if self._store.is_local and not is_loopback(self._rank.weights_host):
+            if self._store.is_local and not is_loopback(self._rank.place.weights_host):
                 text += ". If ranks or workers do not share that folder, set weights.store to a place that all of them reach"
             self._warn(text)
         return self.delta(on_device=False)
 
     def _by_host(self, hosts: Hosts, model: nn.Module) -> HostChannel:
         client, board = self._rank.relay.client(), self._board()
-        algorithm = piece_algorithm(is_loopback(self._rank.weights_host))
+        algorithm = piece_algorithm(is_loopback(self._rank.place.weights_host))
         shards = ShardWriter(model, self._dtype, self._run_id, hosts.host_of_rank, algorithm)
-        if self._rank.rank != 0:
+        if self._rank.place.rank != 0:
             return HostChannel(client, hosts, board, shards)
         if (identity := self._rank.relay.identity) is not None:
             self._rank.report(worker_pb2.ConnectRequest(host_agent=identity))
@@ -207,11 +207,11 @@ class _WeightChannelFactory:
     def _board(self) -> RankBoard:
         if not meeting_host():
             return make_board("127.0.0.1", "127.0.0.1", broadcast_bytes)
-        return make_board(self._rank.weights_bind, self._rank.weights_host, broadcast_bytes)
+        return make_board(self._rank.place.weights_bind, self._rank.place.weights_host, broadcast_bytes)
 
     def delta(self, *, on_device: bool = True) -> DeltaChannel:
         """Return the delta channel: all ranks write, rank 0 offers. A copy `on_device` needs memory of the device."""
-        board, rank, world_size = self._board(), self._rank.rank, self._rank.world_size
+        board, rank, world_size = self._board(), self._rank.place.rank, self._rank.place.world_size
         if rank != 0:
             return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype, on_device=on_device)
         offers = self._offers()
@@ -237,7 +237,7 @@ class _WeightChannelFactory:
             world_size=world_size,
             algorithm=self._algorithm,
             anchor_interval=self._weights.anchor_interval,
-            any_rank=lambda fact: any_over_ranks([fact], self._rank.device)[0] if world_size > 1 else fact,
+            any_rank=lambda fact: any_over_ranks([fact], self._rank.place.device)[0] if world_size > 1 else fact,
             on_stored=offers.announce if offers else lambda stored: None,
             oldest_held=offers.oldest_held if offers else lambda: None,
             threads=self._coding_threads(),
@@ -245,9 +245,9 @@ class _WeightChannelFactory:
 
     def _coding_threads(self) -> int:
         """Return the threads that code versions: on GPUs a rank's share of the free cores, on CPUs 1."""
-        if self._rank.device.type != "cuda":
+        if self._rank.place.device.type != "cuda":
             return 1
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or self._rank.world_size)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or self._rank.place.world_size)
         return min(MOST_CODING_THREADS, max(1, threads_beside(ranks_here) * 3 // 4))
 
 

@@ -77,7 +77,7 @@ class LearnerRun:
         self.spec: RunSpec = spec_of(assignment)
         self._phase = "loading"
         self._chain = assignment.chain
-        self._reports = RunReports(assignment.run_id, assignment.session, rank.report, is_first=rank.rank == 0)
+        self._reports = RunReports(assignment.run_id, assignment.session, rank.report, is_first=rank.place.rank == 0)
         self._exports = RunExports(assignment.run_id, assignment.directory, self.spec, rank)
         self._batches = BatchClient(assignment.run_id, assignment.session, rank)
         self._checkpoints = SessionCheckpoints(
@@ -133,7 +133,7 @@ class LearnerRun:
             )
         except Unavailable as error:
             self._fail(str(error), fault=worker_pb2.FAULT_PASSING)
-            self.diverged = self._rank.world_size > 1
+            self.diverged = self._rank.place.world_size > 1
         except Exception as error:
             self._end_at_step(error)
 
@@ -177,20 +177,20 @@ class LearnerRun:
         read would leave the others in their next collective. Later errors are raised on every rank."""
         spec = self.spec
         set_collective_timeout(LOADING_TIMEOUT_S)
-        succeed_on_all_ranks(self._check_surroundings, self._rank.device)
-        self._checkpoints.check_folder(self._rank.device, self._rank.stopping.wait)
-        if self._rank.world_size > 1:
+        succeed_on_all_ranks(self._check_surroundings, self._rank.place.device)
+        self._checkpoints.check_folder(self._rank.place.device, self._rank.stopping.wait)
+        if self._rank.place.world_size > 1:
             for policy in (spec.policy, spec.frozen_policy, spec.value_policy):
                 if policy is not None:
                     # The ranks make its groups together, before one of them may fail.
-                    mesh_of(policy, self._rank.device)
-        succeed_on_all_ranks(self._read, self._rank.device)
+                    mesh_of(policy, self._rank.place.device)
+        succeed_on_all_ranks(self._read, self._rank.place.device)
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:
             for source in (each for each in (self._examples, self._held_out) if each is not None):
                 if self._assignment.start_step == 0:  # later sessions train the rows that the first one has checked
-                    check_rows(source, self._rank.device, self._rank.rank)
-                self._trainer.reference.prepare(source, self._rank.rank)
+                    check_rows(source, self._rank.place.device, self._rank.place.rank)
+                self._trainer.reference.prepare(source, self._rank.place.rank)
         else:
             self.publishing.open(self._trainer.model)
 
@@ -206,11 +206,11 @@ class LearnerRun:
 
     def _read(self) -> None:
         spec = self.spec
-        if self._rank.device.type == "cpu" and not self._rank.cpu_chosen:
+        if self._rank.place.device.type == "cpu" and not self._rank.place.cpu_chosen:
             refuse_cpu(spec.cluster, "learner")
         self._exports.remove_left_overs()
         torch.manual_seed(spec.seed)
-        self._trainer = Trainer(spec, self._rank.device)
+        self._trainer = Trainer(spec, self._rank.place.device)
         tokenizer = load_tokenizer(spec.policy)
         check_vocabulary(tokenizer, self._vocabulary, f"policy.model_name {spec.policy.model_name!r}")
         if spec.examples is not None:
@@ -230,7 +230,7 @@ class LearnerRun:
             if batch is None:
                 with span("wait", step_traceparent(self.run_id, self.step), step=self.step):
                     batch = self._batches.fetch(self.step + self._is_complete)
-            agreed = self._facts(batch).on_any_rank(self._rank.device)
+            agreed = self._facts(batch).on_any_rank(self._rank.place.device)
             with long_collectives():
                 self._work_between_steps(agreed)
             if agreed.run_ended or agreed.stopping:
@@ -273,33 +273,33 @@ class LearnerRun:
 
     def _is_one_batch(self, batch: RankBatch) -> bool:
         """Return whether all ranks have parts of one batch, which may have been fixed anew meanwhile."""
-        if self._rank.world_size == 1:
+        if self._rank.place.world_size == 1:
             return True
         first = broadcast_bytes(batch.reply.chain.encode()).decode()
-        (differs,) = any_over_ranks([batch.reply.chain != first], self._rank.device)
+        (differs,) = any_over_ranks([batch.reply.chain != first], self._rank.place.device)
         return not differs
 
     def _train_step(self, batch: RankBatch) -> None:
         self._phase, traceparent = "training", batch.reply.traceparent
-        with span("train", traceparent, step=self.step, rank=self._rank.rank):
+        with span("train", traceparent, step=self.step, rank=self._rank.place.rank):
             if self._examples is not None:
-                samples = self._examples.of_step(self.step, self._rank.rank, self._rank.world_size)
+                samples = self._examples.of_step(self.step, self._rank.place.rank, self._rank.place.world_size)
             else:
                 samples = sequences_from_groups(batch.groups, self.spec)
             self._longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in samples), default=0)
             before = self._validate() if self.step == 0 else {}
-            statistics = observed(self.spec, self._rank.rank, batch.groups)
+            statistics = observed(self.spec, self._rank.place.rank, batch.groups)
             self._trainer.token_statistics = statistics
             comparison = self._trainer.comparison = comparison_of(batch, self.session, self.step)
-            with collective_time(self._is_profiled(), self._rank.device) as in_collectives:
+            with collective_time(self._is_profiled(), self._rank.place.device) as in_collectives:
                 metrics = self._trainer.train_step(samples, self.step)
             self._trainer.token_statistics, self._trainer.comparison = None, None
             metrics |= in_collectives
             if self.spec.samples:
-                metrics |= completion_metrics(batch.groups, self._rank.device)
+                metrics |= completion_metrics(batch.groups, self._rank.place.device)
         for skipped in self._trainer.skipped:
             self._reports.warn(f"step {self.step}: an update was skipped, {skipped}")
-        metrics |= pace(metrics, self._rank.world_size, self._rank.device)
+        metrics |= pace(metrics, self._rank.place.world_size, self._rank.place.device)
         self._chain = batch.reply.chain
         self._phase = "publishing"
         self.step += 1
@@ -324,10 +324,10 @@ class LearnerRun:
 
     def _is_profiled(self) -> bool:
         period = self.spec.logger.profile_period
-        return self._rank.rank == 0 and period > 0 and self.step % period == period - 1
+        return self._rank.place.rank == 0 and period > 0 and self.step % period == period - 1
 
     def _log_progress(self, metrics: dict[str, float]) -> None:
-        if self._rank.rank != 0:
+        if self._rank.place.rank != 0:
             return
         loss, step, total = metrics.get("loss", math.nan), self.step, self.spec.max_num_steps
         self._progress.note(
@@ -344,7 +344,7 @@ class LearnerRun:
         rank, examples = self._rank, self.spec.examples
         if self._held_out is None or examples is None or not examples.val_due(self.step):
             return {}
-        return self._trainer.evaluate(self._held_out.held_out(rank.rank, rank.world_size))
+        return self._trainer.evaluate(self._held_out.held_out(rank.place.rank, rank.place.world_size))
 
     def _end_early(self) -> None:
         if self.step > self._assignment.start_step and self.step % self.spec.weights.publish_interval:
@@ -419,8 +419,8 @@ class LearnerRun:
         """End the session and the process, because the state of the device's memory and of the other ranks' collectives
         is unknown. The coordinator counts the failure against the step and begins a new session."""
         log.error("run %s: step %d cannot be trained", self.run_id, self.step, exc_info=error)
-        kind, message = describe(error, self.spec, self._rank.device, self._longest)
-        self._fail(f"{message} (rank {self._rank.rank})", fault=kind)
+        kind, message = describe(error, self.spec, self._rank.place.device, self._longest)
+        self._fail(f"{message} (rank {self._rank.place.rank})", fault=kind)
         self.diverged = True
         self._rank.leave(message)
 

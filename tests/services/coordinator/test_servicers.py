@@ -190,10 +190,10 @@ async def test_a_worker_is_told_to_leave(plane: Plane) -> None:
 
 async def test_a_run_that_ends_while_somebody_holds_it_stays_ended(plane: Plane) -> None:
     run = await plane.run_one()
-    async with plane.coordinator.lock:
-        cancel = asyncio.create_task(plane.coordinator.commands.cancel(run.run_id))
+    async with plane.coordinator.context.lock:
+        cancel = asyncio.create_task(plane.coordinator.runs.commands.cancel(run.run_id))
         await asyncio.sleep(0)  # it queues for the lock before the pause does
-        hold = asyncio.create_task(plane.coordinator.commands.pause(run.run_id))
+        hold = asyncio.create_task(plane.coordinator.runs.commands.pause(run.run_id))
         await asyncio.sleep(0)
     await cancel
     with pytest.raises(Conflict):
@@ -278,12 +278,12 @@ async def test_the_seconds_of_a_run_never_go_back_with_the_wall_clock(
 async def test_the_seconds_of_a_run_add_up_over_lives(tmp_path: Path) -> None:
     plane = await Plane.started(tmp_path)
     run = await plane.run_one()
-    plane.coordinator.run_log._counted_s -= 1000.0
+    plane.coordinator.context.run_log._counted_s -= 1000.0
     with plane.ledger.transaction():
-        plane.coordinator.run_log._count_time()
+        plane.coordinator.context.run_log._count_time()
     await plane.stop()
     again = await Plane.started(tmp_path)
     try:
-        assert 1000.0 <= again.coordinator.run_log.summary(run.run_id)["seconds"] < 4000.0
+        assert 1000.0 <= again.coordinator.context.run_log.summary(run.run_id)["seconds"] < 4000.0
     finally:
         await again.stop()

@@ -166,7 +166,7 @@ async def test_a_learner_whose_receipts_are_here_goes_on(plane: Plane) -> None:
     first = learner(plane)
     welcome = await first.hear("welcome")
     await first.hear("run")
-    async with plane.coordinator.lock:
+    async with plane.coordinator.context.lock:
         with plane.ledger.transaction():
             plane.ledger.db.execute(
                 "INSERT INTO receipts (run_id, session, step, rank, world_size, group_ids, digests, tokens)"

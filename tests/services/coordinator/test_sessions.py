@@ -20,7 +20,7 @@ async def running(plane: Plane, *, keep_samples: bool = True) -> str:
     run_id = (await plane.submit(logger=logger)).run_id
     plane.run_loops()
     await plane.watch_until(run_id, "state", state="running")
-    async with plane.coordinator.lock:
+    async with plane.coordinator.context.lock:
         with plane.ledger.transaction():
             for step in range(STEPS):
                 trained(plane, run_id, step)
@@ -131,7 +131,7 @@ async def test_a_run_whose_samples_are_gone_is_paused_and_goes_on_when_the_check
     plane: Plane,
 ) -> None:
     run_id = await running(plane, keep_samples=False)
-    async with plane.coordinator.lock:
+    async with plane.coordinator.context.lock:
         with plane.ledger.transaction():
             plane.ledger.remove_payloads(run_id, 0)
             plane.ledger.remove_payloads(run_id, 1)
@@ -182,7 +182,7 @@ async def test_one_that_is_damaged_displaces_none_that_is_sound(plane: Plane, da
     settings = run.spec.checkpointing.model_copy(update={"keep_top_k": 2})
     path = str(plane.directory / run_id / "checkpoints" / "2-3")
     report = worker_pb2.CheckpointReport(run_id=run_id, session=2, step=3, path=path, sha256="0" * 64, chain="c2")
-    async with plane.coordinator.lock:
+    async with plane.coordinator.context.lock:
         with plane.ledger.transaction():
             plane.ledger.db.execute("UPDATE checkpoints SET damaged = 'x' WHERE path LIKE ?", (f"%/{damaged}",))
             if damaged != "1-3":

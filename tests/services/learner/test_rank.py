@@ -31,9 +31,9 @@ class Served:
     def __init__(self, **options: Any) -> None:
         cpu = torch.device("cpu")
         self.rank = LearnerRank("127.0.0.1:1", "learner", cpu, "127.0.0.1", "127.0.0.1", 5.0, **options)
-        self.rank.server = self.rank.background.wait(serve_learner(self.rank, "127.0.0.1", 0), DEADLINE_S)
+        self.rank.listeners.server = self.rank.background.wait(serve_learner(self.rank, "127.0.0.1", 0), DEADLINE_S)
         self.rank.join()
-        self.channel = grpc.insecure_channel(self.rank.address)
+        self.channel = grpc.insecure_channel(self.rank.introduction.address)
 
     def health(self, service: str = "paceline.v1.LearnerService") -> Any:
         request = health_pb2.HealthCheckRequest(service=service)
@@ -52,8 +52,8 @@ class Served:
 
     def close(self) -> None:
         self.channel.close()
-        assert self.rank.server is not None
-        self.rank.background.wait(self.rank.server.stop(0.0), DEADLINE_S)
+        assert self.rank.listeners.server is not None
+        self.rank.background.wait(self.rank.listeners.server.stop(0.0), DEADLINE_S)
         self.rank.background.close()
 
 
@@ -113,7 +113,7 @@ def test_messages_about_weights_go_to_the_publishing_of_the_run(serve: Callable[
         *[call.acknowledge(ack)] * 3,
         call.progress(progress),
     ]
-    assert served.rank.early_roster == roster
+    assert served.rank.assigned.early_roster == roster
 
 
 def test_a_rank_ends_when_another_of_its_learner_is_lost(serve: Callable[..., Served]) -> None:

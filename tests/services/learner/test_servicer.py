@@ -78,7 +78,7 @@ async def learner() -> AsyncIterator[Callable[..., Learner]]:
 
         async def learner(**options: Any) -> Learner:
             run = SimpleNamespace(run_id="run-1", session=1, step=3)
-            rank: Any = SimpleNamespace(orders=Orders(), current_run=run, world_size=1)
+            rank: Any = SimpleNamespace(orders=Orders(), current_run=run, place=SimpleNamespace(world_size=1))
             server = GrpcServer("127.0.0.1", 0)
             name = "paceline.v1.LearnerService"
             server.add(LearnerServicer(rank, **options), learner_pb2_grpc.add_LearnerServiceServicer_to_server, name)

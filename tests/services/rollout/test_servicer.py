@@ -54,7 +54,7 @@ class Aborted(Exception):
 async def worker(bench: Bench) -> AsyncIterator[RolloutWorker]:
     """A worker that serves the bench's run."""
     worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1")
-    worker.membership._context.term()
+    worker.membership.exchange._context.term()
     bench.engine.version = Version(1, 0)  # type: ignore[assignment]
     worker._run = bench.run
     yield worker
@@ -182,7 +182,7 @@ class Served:
 
     def __init__(self, spec: RunSpec) -> None:
         self.worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1")
-        self.worker.membership._context.term()
+        self.worker.membership.exchange._context.term()
         membership: Any = None  # nothing is requested of the exchange
         engine = create_engine(spec)
         self.run = RolloutRun(spec, RUN, "rollout-1", membership, engine, make_tokenizer(), "/runs/run-1")

@@ -78,7 +78,7 @@ async def test_a_worker_on_cpus_refuses_a_run_that_names_gpus(tmp_path: Path, mo
         await started.wait()
     setting_up.cancel()
     await asyncio.wait((setting_up,))
-    worker.membership._context.term()
+    worker.membership.exchange._context.term()
     assert reports[0].run_report.fault == worker_pb2.FAULT_PASSING
     assert "the run asks for GPU 0 to 1 (cluster.rollout_gpus), and torch finds no GPU" in reports[0].run_report.error
 
@@ -119,7 +119,7 @@ async def test_the_engine_of_a_run_that_is_over_serves_until_the_next_run(
 ) -> None:
     runs = [kind(version), EndedRun(None)]
     worker = RolloutWorker("127.0.0.1:1", "rollout-0", "cpu", 1.0, "127.0.0.1")
-    worker.membership._context.term()
+    worker.membership.exchange._context.term()
     given = iter(runs)
 
     async def set_up(_: object) -> EndedRun:

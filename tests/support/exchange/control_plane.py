@@ -72,7 +72,7 @@ class Plane:
 
     async def start(self) -> None:
         """Recover, then listen."""
-        await self.coordinator.recover()
+        await self.coordinator.runs.recover()
         await self.server.start()
         self.coordinator.pool.expect_holders()
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
@@ -83,7 +83,7 @@ class Plane:
     def run_loops(self) -> None:
         """Start queued runs from now on, and answer the exchange."""
         self._loops = [
-            asyncio.create_task(self.coordinator.run_forever()),
+            asyncio.create_task(self.coordinator.duties.run_forever()),
             asyncio.create_task(self.coordinator.server.serve()),
         ]
 

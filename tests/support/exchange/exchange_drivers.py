@@ -22,7 +22,7 @@ from paceline.services.coordinator.exchange.transport.dispatch import handle
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store, validate_upload
 from paceline.services.coordinator.ledger.ledger import GROUPS_AT_ONCE, Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
-from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.registry import Introduction, Member
 from paceline.spec import RunSpec
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
@@ -150,8 +150,8 @@ class World:
         if known is not None and back and self.exchange.senders.get(request.member_id) is None:
             if request.member_id in self._versions:
                 self.exchange.versions[request.member_id] = self._versions[request.member_id]
-            return self.enter(request.member_id, known.role).secret
-        return known.secret if known is not None else b""
+            return self.enter(request.member_id, known.role).stream.secret
+        return known.stream.secret if known is not None else b""
 
     def new_session(self) -> int:
         """A learner starts (again)."""
@@ -239,11 +239,14 @@ def enter(
     role: common_pb2.Role.ValueType = common_pb2.ROLE_ROLLOUT,
     **fields: Any,
 ) -> Member:
-    """A member that may speak to the exchange: it that was there before, or a new one."""
+    """A member that may speak to the exchange: it that was there before, or a new one; `fields` are those of the member
+    or of its introduction."""
     member = exchange.senders.get(member_id)
     if member is None or member.role != role:
-        member = Member(member_id, role, "", 0, 0.0)
+        member = Member(member_id, Introduction(role), 0.0)
         exchange.senders.enter(member)
+    said = {name: fields.pop(name) for name in ("rank", "address") if name in fields}
+    member.introduction = replace(member.introduction, **said)
     for name, value in fields.items():
         setattr(member, name, value)
     return member

@@ -51,7 +51,7 @@ class Peer:
         request.protocol = request.protocol or PROTOCOL
         request.term = request.term or self.world.ledger.term
         request.run_id, request.request_id, request.member_id = self.world.run_id, number, self.member_id
-        request.secret = request.secret or self.world.enter(self.member_id, self.role).secret
+        request.secret = request.secret or self.world.enter(self.member_id, self.role).stream.secret
         await self.socket.send_multipart([request.SerializeToString(), *(frames or [])])
 
     async def receive(self) -> pb.ExchangeReply:

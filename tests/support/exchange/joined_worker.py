@@ -46,8 +46,8 @@ class JoinedWorker:
             task=pb.TaskRequest(),
         )
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.curve_publickey = self.membership._public_key
-            socket.curve_secretkey = self.membership._private_key
+            socket.curve_publickey = self.membership.exchange.keys[0]
+            socket.curve_secretkey = self.membership.exchange.keys[1]
             socket.curve_serverkey = z85.encode(self.welcome.exchange_key)
             socket.connect(self.welcome.exchange_endpoint)
             await socket.send(forged.SerializeToString())

@@ -18,8 +18,8 @@ def quick() -> ExponentialBackoff:
 
 def impatient(plane: Plane) -> Plane:
     """Make the plane retry at the next tick."""
-    plane.coordinator.starter._backoff = quick()
-    plane.coordinator.faults._backoff = quick()
+    plane.coordinator.runs.starter._backoff = quick()
+    plane.coordinator.runs.faults._backoff = quick()
     return plane
 
 

@@ -14,7 +14,7 @@ from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Ou
 from paceline.services.coordinator.exchange.transport.dispatch import handle
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.registry import Introduction, Member
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import common_pb2
@@ -51,7 +51,7 @@ class Writer:
         self.exchange.active = ActiveRun(RUN_ID, self.spec, open_prompts(self.spec.data, 1), None)
         for role in ("rollout", "reward", "learner"):
             number = common_pb2.Role.Value(f"ROLE_{role.upper()}")
-            self.exchange.senders.enter(Member(role, number, "", 0, 0.0, session=1 if role == "learner" else 0))
+            self.exchange.senders.enter(Member(role, Introduction(number), 0.0, session=1 if role == "learner" else 0))
         self.exchange.versions["rollout"] = Version(1, 1)
 
     def send(self, member_id: str, frames: list[bytes] | None = None, **body: Any) -> Outcome:
@@ -61,7 +61,7 @@ class Writer:
         )
         sender = self.exchange.senders.get(member_id)
         assert sender is not None
-        request.secret = sender.secret
+        request.secret = sender.stream.secret
         arrived = Arrived(request, frames or [])
         if frames:
             validate_upload(arrived)

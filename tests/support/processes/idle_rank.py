@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from paceline.errors import PacelineError
 from paceline.host.process import end_process
 from paceline.learner.weights.gather import gather_weights
-from paceline.services.learner.context import ExportOrder, Orders
+from paceline.services.learner.context import ExportOrder, Orders, Place
 from paceline.services.learner.training.batches import RankBatch
 from paceline.services.learner.training.run import LearnerRun
 from paceline.spec.reading import parse_spec, spec_to_yaml
@@ -50,9 +50,7 @@ def main(out: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     number = dist.get_rank()
     rank = SimpleNamespace(
-        rank=number,
-        world_size=2,
-        device=torch.device("cpu"),
+        place=Place(number, 2, torch.device("cpu")),
         orders=Orders(),
         stopping=threading.Event(),
         report=lambda _: None,
@@ -75,7 +73,7 @@ def export_twice(session: LearnerRun, rank: Any) -> dict[str, Any]:
     module: Any = torch.nn.Linear(4, 4)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     session._trainer = SimpleNamespace(model=module)  # type: ignore[assignment]
-    waiting = rank.orders.ask_export(ExportOrder("now", False)) if rank.rank == 0 else None
+    waiting = rank.orders.ask_export(ExportOrder("now", False)) if rank.place.rank == 0 else None
     session._exports.carry_out_orders(module, session.step)
     failure = waiting.exception(0) if waiting is not None else None
     assert failure is None or isinstance(failure, PacelineError)

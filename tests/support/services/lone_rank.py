@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from paceline.services.learner.context import Orders
+from paceline.services.learner.context import Orders, Place
 from paceline.v1 import worker_pb2
 
 
@@ -14,8 +14,7 @@ class LoneRank:
     """The only rank of a learner, on the CPU."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
-        self.cpu_chosen = True
+        self.place = Place(0, 1, torch.device("cpu"), cpu_chosen=True)
         self.stopping = threading.Event()
         self.orders = Orders()
         self.reports: list[worker_pb2.RunReport] = []

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.advantages import Rewards, closed_gates, group_totals, has_advantage
+from paceline.advantages import Rewards, closed_gates, group_totals, have_advantage
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import FloatArray
 from paceline.services.coordinator.exchange.admission import must_wait
@@ -130,15 +130,15 @@ def batch_metrics(
     completions = spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
-    totals_GC = np.stack([group_totals(rewards_CF, spec.rewards, step) for rewards_CF in rewards_GCF])
-    means = [float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()]
+    totals_GC = group_totals(rewards_GCF, spec.rewards, step)
+    numbers_G = [totals_C[~np.isnan(totals_C)] for totals_C in totals_GC]
+    means = [float(numbers.mean()) for numbers in numbers_G if len(numbers)]
     ages = Counter(step - g["oldest_step"] for g in groups)
     spread = {"reward_std": _std(totals_GC), "unscored_fraction": float(np.isnan(totals_GC).mean())}
     if completions > 1:
         spread["reward_group_std"] = _mean([_std(totals_C) for totals_C in totals_GC])
         if spec.rewards_decide_advantages and spec.environment.advantage == "outcome":
-            without = [not has_advantage(rewards_CF, spec, step) for rewards_CF in rewards_GCF]
-            spread["zero_variance_fraction"] = float(np.mean(without))
+            spread["zero_variance_fraction"] = float(np.mean(~have_advantage(rewards_GCF, totals_GC, spec, step)))
     return {
         "reward": float(np.mean(means)) if means else float("nan"),
         "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),

@@ -214,9 +214,12 @@ def _bytes_received(descriptor: int) -> int:
     """Return the bytes received on a TCP connection; 0 if the system does not report them."""
     if not sys.platform.startswith("linux"):
         return 0
-    try:
-        with _borrowed(descriptor) as connection:
+    try:  # without `_borrowed`, because every tick asks for every connection
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
+        try:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
+        finally:
+            connection.detach()
     except OSError:  # already closed
         return 0
     return int(struct.unpack_from("Q", info, BYTES_RECEIVED)[0]) if len(info) >= BYTES_RECEIVED + 8 else 0

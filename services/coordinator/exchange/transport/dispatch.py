@@ -105,7 +105,7 @@ def is_introduction(request: pb.ExchangeRequest) -> bool:
 def refusal_of_key(exchange: Exchange, request: pb.ExchangeRequest, key: bytes) -> Outcome | None:
     """Refuse a request that came over a connection with another key than the one in the member's Hello."""
     member = exchange.senders.get(request.member_id)
-    if member is not None and member.exchange_key == key:
+    if member is not None and member.introduction.exchange_key == key:
         return None
     return exchange.refuse(
         request,
@@ -154,9 +154,10 @@ def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrive
             request,
             f"rank {rank} of {body.world_size} is not a rank of the current learner, which has {exchange.ranks} ranks",
         )
-    if rank != member.rank:
+    if rank != member.introduction.rank:
         return exchange.refuse(
-            request, f"the request has rank {rank}, but {member.member_id} said Hello as rank {member.rank}"
+            request,
+            f"the request has rank {rank}, but {member.member_id} said Hello as rank {member.introduction.rank}",
         )
     if rank == 0 and request.session != member.session:
         return exchange.stale(

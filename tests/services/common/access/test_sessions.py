@@ -140,7 +140,7 @@ async def coordinator_at(directory: Path, port: int = 0, noted: list[Call] | Non
     service = cast(Any, SimpleNamespace(capacity=None))
     endpoint = f"tcp://127.0.0.1:{coordinator.server.port}"
     CoordinatorService._add_servicers(service, server, coordinator, records, access, endpoint)
-    await coordinator.recover()
+    await coordinator.runs.recover()
     await server.start()
     loop = asyncio.create_task(coordinator.server.serve())
     try:
@@ -313,8 +313,8 @@ async def test_a_program_on_the_exchanges_port_cannot_answer_for_the_coordinator
             worker = joined(port, welcomes)
             membership = await worker.__aenter__()
             await welcomes.get()
-            assert membership._socket is not None
-            endpoint = membership._socket.getsockopt(zmq.LAST_ENDPOINT)
+            assert membership.exchange._connection is not None
+            endpoint = membership.exchange._connection.socket.getsockopt(zmq.LAST_ENDPOINT)
         try:
             with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as false:
                 false.bind(endpoint)

@@ -100,7 +100,7 @@ async def test_housekeeping_without_a_free_file_is_a_warning_and_goes_on(
             return []
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(plane.coordinator.watchdog, "check", check)
+    monkeypatch.setattr(plane.coordinator.duties._observers.watchdog, "check", check)
     plane.run_loops()
     async with asyncio.timeout(DEADLINE_S):
         await looked.wait()

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.errors import Conflict
 from paceline.services.common.serving.grpc_server import SERVER_OPTIONS, GrpcServer
-from paceline.services.common.worker import membership as member
+from paceline.services.common.worker import exchange_connection
 from paceline.services.common.worker.membership import Membership
 from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.v1 import exchange_pb2 as pb
@@ -213,7 +213,7 @@ SCORE = pb.ExchangeRequest(run_id="run-1", score=pb.ScoreResult(group_id=1, atte
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "RESEND_S", 0.05)
+    monkeypatch.setattr(exchange_connection, "RESEND_S", 0.05)
 
 
 async def test_few_requests_with_payloads_are_under_way_at_one_time(
@@ -223,9 +223,9 @@ async def test_few_requests_with_payloads_are_under_way_at_one_time(
     delayed."""
     results = [
         asyncio.create_task(membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=number)), [b"arrays"]))
-        for number in range(member.MAX_BULK + 1)
+        for number in range(exchange_connection.MAX_BULK + 1)
     ]
-    under_way = [await coordinator.hear() for _ in range(member.MAX_BULK)]
+    under_way = [await coordinator.hear() for _ in range(exchange_connection.MAX_BULK)]
     asked = ask(membership)
     lease = await coordinator.hear()
     assert lease[1].WhichOneof("body") == "lease"
@@ -233,7 +233,7 @@ async def test_few_requests_with_payloads_are_under_way_at_one_time(
     await result(asked)
     await coordinator.answer(under_way[0], 1, pb.REPLY_STATUS_COMMITTED)
     under_way.append(await coordinator.hear())
-    assert sorted(request.group.group_id for _, request in under_way) == list(range(member.MAX_BULK + 1))
+    assert sorted(request.group.group_id for _, request in under_way) == list(range(exchange_connection.MAX_BULK + 1))
     for waiting in under_way[1:]:
         await coordinator.answer(waiting, 1, pb.REPLY_STATUS_COMMITTED)
     assert [await result(one) for one in results] == [pb.REPLY_STATUS_COMMITTED] * len(results)
@@ -246,9 +246,9 @@ async def test_many_turns_are_under_way_at_one_time_and_delay_no_group(
         asyncio.create_task(
             membership.request(pb.ExchangeRequest(turn=pb.EpisodeTurn(group_id=number)), [b"arrays", b"note"])
         )
-        for number in range(member.MAX_TURNS + 1)
+        for number in range(exchange_connection.MAX_TURNS + 1)
     ]
-    under_way = [await coordinator.hear() for _ in range(member.MAX_TURNS)]
+    under_way = [await coordinator.hear() for _ in range(exchange_connection.MAX_TURNS)]
     group = asyncio.create_task(membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=99)), [b"arrays"]))
     under_way.append(await coordinator.hear())
     assert under_way[-1][1].group.group_id == 99
@@ -266,7 +266,7 @@ async def test_a_reply_to_any_sending_of_a_result_counts(coordinator: Coordinato
     assert first[1].score == second[1].score
     await coordinator.answer(first, 1, pb.REPLY_STATUS_COMMITTED)
     assert await result(asked) == pb.REPLY_STATUS_COMMITTED
-    assert membership._pending == {}
+    assert membership.exchange._pending == {}
 
 
 @pytest.mark.usefixtures("impatient")
@@ -288,14 +288,14 @@ async def test_of_a_request_for_leases_only_the_reply_to_the_newest_sending_coun
     assert not asked.done()  # though the answer to its first sending came before
     asked.cancel()
     await asyncio.wait((asked,))
-    assert membership._pending == {}
+    assert membership.exchange._pending == {}
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_each_pause_before_a_sending_is_twice_as_long(coordinator: Coordinator, membership: Membership) -> None:
     asked = asyncio.create_task(membership.request(SCORE))
     await until_resent(coordinator, 3)
-    (pending,) = membership._unanswered()
+    (pending,) = membership.exchange._unanswered()
     assert pending.pause_s >= 0.2
     asked.cancel()
     await asyncio.wait((asked,))
@@ -304,13 +304,13 @@ async def test_each_pause_before_a_sending_is_twice_as_long(coordinator: Coordin
 async def test_the_numbers_of_a_request_that_is_never_answered_are_bounded(
     coordinator: Coordinator, membership: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "MAX_SENDINGS", 3)
+    monkeypatch.setattr(exchange_connection, "MAX_SENDINGS", 3)
     asked = asyncio.create_task(membership.request(SCORE))
     await coordinator.hear()
-    (pending,) = membership._unanswered()
+    (pending,) = membership.exchange._unanswered()
     for _ in range(10):
-        await membership._send(pending)
-    assert len(membership._pending) == len(pending.terms) == 3
+        await membership.exchange._send(pending)
+    assert len(membership.exchange._pending) == len(pending.terms) == 3
     asked.cancel()
     await asyncio.wait((asked,))
 
@@ -326,10 +326,9 @@ async def test_every_connection_is_heard_of(coordinator: Coordinator) -> None:
             welcome = worker_pb2.Welcome(term=term, exchange_endpoint=f"tcp://127.0.0.1:{coordinator.port}")
             await made._on_welcome(welcome)
             async with asyncio.timeout(DEADLINE_S):
-                await made._connected.wait()
+                await made.exchange.connected.wait()
     finally:
-        made._close_socket()
-        made._context.term()
+        made.exchange.close()
 
 
 async def test_what_waits_is_sent_again_when_the_connection_was_mended(
@@ -450,8 +449,8 @@ async def test_a_coordinator_that_cannot_be_reached_is_one_line_with_the_remedy(
         )
 
     monkeypatch.setattr(Membership, "_stream", away)
-    monkeypatch.setattr(member, "FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(member, "why_no_channel", lambda address: fault)
+    monkeypatch.setattr(f"{Membership.__module__}.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(f"{Membership.__module__}.why_no_channel", lambda address: fault)
 
     async def ignore(directive: worker_pb2.ConnectResponse) -> None:
         raise AssertionError("no directive comes")

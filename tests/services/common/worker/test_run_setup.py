@@ -49,7 +49,7 @@ class Membership:
 
 
 def join(worker: Any) -> Membership:
-    worker.membership._context.term()
+    worker.membership.exchange._context.term()
     worker.membership = membership = Membership()
     worker.assigned.on_readiness = membership.on_readiness
     return membership

@@ -13,6 +13,7 @@ from paceline.groups import Version
 from paceline.services.coordinator.exchange import admission, evaluation, leases
 from paceline.services.coordinator.exchange.admission import SamplableVersions
 from paceline.services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
+from paceline.services.coordinator.members.registry import HeldWeights
 
 EVAL = {"val_period": 1, "val_samples_per_prompt": 1}
 
@@ -34,7 +35,7 @@ def test_a_worker_reaches_the_versions_that_are_new_enough() -> None:
         {"ready_run": ""},
         {"connected": False},
         {"draining": True},
-        {"expelled": True},
+        {"weights": HeldWeights(expelled=True)},
         {"suspected": True},
     ],
 )

@@ -42,7 +42,7 @@ def test_records_come_back_from_whichever_segment_they_are_in(tmp_path: Path) ->
     start = 0 if storage_key() is None else BLOCK_BYTES
     store = PayloadStore(tmp_path / "ledger", storage_key())
     store.max_segment_bytes = start + BLOCK_BYTES + 1  # two small appends
-    store.max_recent_bytes, store.max_open = 0, 2
+    store.recent.max_bytes, store.max_open = 0, 2
     records = [(b"h%d" % i, bytes([i]) * (10 * i)) for i in range(12)]
     places = [
         place for i in range(0, 12, 2) for place in store.append([Record.of(*each) for each in records[i : i + 2]])
@@ -61,7 +61,7 @@ def test_records_come_back_from_whichever_segment_they_are_in(tmp_path: Path) ->
 
 def test_the_newest_records_are_read_from_memory_until_the_last_time(tmp_path: Path) -> None:
     store = PayloadStore(tmp_path / "ledger", storage_key())
-    store.max_recent_bytes = 20
+    store.recent.max_bytes = 20
     places = store.append([Record.of(b"h%d" % i, b"arrays%d" % i) for i in range(3)])  # 9 bytes each
     (path,) = store.folder.iterdir()
     path.write_bytes(bytes(path.stat().st_size))
@@ -71,7 +71,7 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(tmp_path: P
     assert look_up(store, places[1], last=True) == (b"h1", b"arrays1")
     with pytest.raises(LedgerFault, match="is damaged"):
         look_up(store, places[1])
-    store.evict(places[2].segment, places[2].start)
+    store.recent.evict(places[2].segment, places[2].start)
     with pytest.raises(LedgerFault, match="is damaged"):
         look_up(store, places[2])
     (whole,) = store.append([Record.of(b"h" * 10, b"a" * 10)])  # all that fits, so nothing else counts any more
@@ -84,7 +84,7 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(tmp_path: P
 def test_what_is_damaged_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
     store = PayloadStore(tmp_path / "ledger", storage_key())
     (place,) = store.append([Record.of(b"header", b"arrays")])
-    store.evict(place.segment, place.start)
+    store.recent.evict(place.segment, place.start)
     (path,) = store.folder.iterdir()
     whole = path.read_bytes()
     match damage:

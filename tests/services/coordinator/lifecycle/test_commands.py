@@ -15,12 +15,12 @@ async def test_to_resume_one_run_forgets_no_pause_of_another(tmp_path: Path) -> 
     plane = await Plane.started(tmp_path)
     try:
         first, second = (await plane.submit()).run_id, (await plane.submit()).run_id
-        await plane.coordinator.states.fail(first, "no function 'f'")
-        await plane.coordinator.starter.start_next()
-        await plane.coordinator.pause_on_fault(second, "reward: away", retried=True)
+        await plane.coordinator.runs.states.fail(first, "no function 'f'")
+        await plane.coordinator.runs.starter.start_next()
+        await plane.coordinator.runs.pause_on_fault(second, "reward: away", retried=True)
         resumed = (await plane.runs.Resume(run_pb2.ResumeRequest(run_id=first))).run
         assert resumed.state == run_pb2.RUN_STATE_QUEUED
-        await plane.coordinator.states.continue_run(second)
+        await plane.coordinator.runs.states.continue_run(second)
         assert (await state_of(plane, second))[0] == "running"
     finally:
         await plane.stop()

@@ -56,7 +56,7 @@ async def test_the_queue_goes_by_priority_then_by_age(plane: Plane) -> None:
 async def test_a_run_without_a_learner_yields_at_once_and_goes_on_later(running: tuple[Plane, str]) -> None:
     plane, run_id = running
     owner = plane.coordinator
-    async with owner.lock:
+    async with owner.context.lock:
         with plane.ledger.transaction():
             assert owner.exchange.active is not None
             leases.admit(owner.exchange, owner.exchange.active, 4)
@@ -93,10 +93,10 @@ async def test_a_batch_that_is_fixed_is_trained_before_the_checkpoint(running: t
         plane.ledger.update_run(run_id, next_batch=1)
     urgent = (await plane.submit(priority=1)).run_id
     await plane.watch_until(run_id, "warning")
-    await plane.coordinator.preemption.check()
+    await plane.coordinator.runs.preemption.check()
     trainer.say(checkpoint=checkpoint_of(plane, run_id, 0))
     await plane.watch_until(run_id, "checkpoint")
-    await plane.coordinator.preemption.check()
+    await plane.coordinator.runs.preemption.check()
     assert states(plane.ledger)[urgent] == "queued", "the checkpoint is older than the batch in training"
     with plane.ledger.transaction():
         plane.ledger.update_run(run_id, next_step=1)
@@ -110,7 +110,7 @@ async def test_the_wait_for_the_checkpoint_is_bounded(running: tuple[Plane, str]
     trainer = await training(plane, run_id)
     urgent = (await plane.submit(priority=1)).run_id
     await trainer.hear("checkpoint")
-    await plane.coordinator.preemption.check(time.monotonic() + CHECKPOINT_WAIT_S)
+    await plane.coordinator.runs.preemption.check(time.monotonic() + CHECKPOINT_WAIT_S)
     assert (await trainer.hear("run")).run_id == urgent
     assert states(plane.ledger)[run_id] == "queued"
 
@@ -121,7 +121,7 @@ async def test_a_run_goes_on_when_the_urgent_one_is_cancelled(running: tuple[Pla
     urgent = (await plane.submit(priority=1)).run_id
     await trainer.hear("checkpoint")
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
-    await plane.coordinator.preemption.check()
+    await plane.coordinator.runs.preemption.check()
     assert exchange.yields_to == ""
     assert exchange.active is not None
     assert not exchange.takes_no_work(exchange.active)
@@ -135,7 +135,7 @@ async def test_the_run_that_goes_first_is_named_when_it_changes(running: tuple[P
     await trainer.hear("checkpoint")
     assert exchange.yields_to == urgent
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
-    await plane.coordinator.preemption.check()
+    await plane.coordinator.runs.preemption.check()
     assert exchange.yields_to == other
     newest = plane.ledger.events(run_id, 0)[-1]
     assert f"run {other} of priority 1 goes first" in newest["json"]
@@ -144,7 +144,7 @@ async def test_the_run_that_goes_first_is_named_when_it_changes(running: tuple[P
 async def test_an_equal_priority_waits(running: tuple[Plane, str]) -> None:
     plane, run_id = running
     other = (await plane.submit(priority=0)).run_id
-    await plane.coordinator.preemption.check()
+    await plane.coordinator.runs.preemption.check()
     assert plane.coordinator.exchange.yields_to == ""
     assert states(plane.ledger) == {run_id: "running", other: "queued"}
 
@@ -168,7 +168,7 @@ async def test_a_paused_run_makes_room_for_an_equal_priority_also_with_a_batch_i
     trainer = await training(plane, run_id)
     with plane.ledger.transaction():
         plane.ledger.update_run(run_id, next_batch=1)
-    await plane.coordinator.states.pause_on_fault(run_id, "the loss is not finite")
+    await plane.coordinator.runs.states.pause_on_fault(run_id, "the loss is not finite")
     other = (await plane.submit(priority=-1)).run_id
     assert (await trainer.hear("checkpoint")).run_id == run_id
     trainer.say(checkpoint=checkpoint_of(plane, run_id, 0))
@@ -223,9 +223,9 @@ async def test_a_run_whose_workers_another_run_has_is_queued_by_resume(running: 
 
 async def test_a_run_that_is_retried_by_itself_keeps_its_place(running: tuple[Plane, str]) -> None:
     plane, run_id = running
-    await plane.coordinator.states.pause_on_fault(run_id, "no room", retried=True)
+    await plane.coordinator.runs.states.pause_on_fault(run_id, "no room", retried=True)
     other = (await plane.submit(priority=0)).run_id
-    await plane.coordinator.preemption.check()
+    await plane.coordinator.runs.preemption.check()
     assert plane.coordinator.exchange.yields_to == ""
     assert states(plane.ledger) == {run_id: "paused", other: "queued"}
 

@@ -20,7 +20,7 @@ async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(
 ) -> None:
     plane = await Plane.started(tmp_path)
     first, second = await plane.submit(), await plane.submit(name="other")
-    await plane.coordinator.starter.start_next()
+    await plane.coordinator.runs.starter.start_next()
     worker = reward(plane)
     await put_on(worker)
 
@@ -31,7 +31,7 @@ async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(
         patch.setattr(run_log, "write_summary", refuse)
         await plane.runs.Cancel(run_pb2.CancelRequest(run_id=first.run_id))
         await worker.hear("idle")
-        await plane.coordinator.starter.start_next()
+        await plane.coordinator.runs.starter.start_next()
         assert (await put_on(worker)).run_id == second.run_id
         await plane.stop()
         again = Plane(tmp_path)

@@ -19,7 +19,7 @@ from paceline.v1 import run_pb2
 async def pause(plane: Plane, run_id: str, reason: str = "bad_prompt") -> None:
     """Pause the run as its exchange does after too many drops."""
     coordinator = plane.coordinator
-    async with coordinator.lock:
+    async with coordinator.context.lock:
         with plane.ledger.transaction():
             run = coordinator.exchange.active
             assert run is not None
@@ -27,14 +27,14 @@ async def pause(plane: Plane, run_id: str, reason: str = "bad_prompt") -> None:
             plane.ledger.count(run_id, f"failures:{reason}", 4)
             coordinator.exchange.pause(run, "4 groups in a row were dropped", reason)
         notices = coordinator.exchange.take_notices()
-    await coordinator.act_on(notices)
+    await coordinator.runs.act_on(notices)
 
 
 async def test_the_reason_of_a_pause_is_in_the_summary_until_the_run_goes_on(
     running: tuple[Plane, str],
 ) -> None:
     plane, run_id = running
-    await plane.coordinator.act_on([Notice("paused", {"message": "of another run"}, "earlier-7")])
+    await plane.coordinator.runs.act_on([Notice("paused", {"message": "of another run"}, "earlier-7")])
     summary = plane.ledger.run_directory(run_id) / "summary.json"
     assert not summary.exists()
     await pause(plane, run_id)

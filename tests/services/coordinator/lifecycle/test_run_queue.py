@@ -29,10 +29,10 @@ async def test_specs_beyond_those_that_are_being_read_are_turned_away(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_queue, "MAX_TO_READ", 1)
-    async with plane.coordinator.queue._reading:  # as while another spec is read
+    async with plane.coordinator.runs.queue._reading:  # as while another spec is read
         first = asyncio.create_task(plane.submit())
         async with asyncio.timeout(DEADLINE_S):
-            while not plane.coordinator.queue._to_read:  # noqa: ASYNC110 - a request on its way has no event
+            while not plane.coordinator.runs.queue._to_read:  # noqa: ASYNC110 - a request on its way has no event
                 await asyncio.sleep(0.01)
         code, details = await refusal(plane.submit())
         assert code.name == "RESOURCE_EXHAUSTED"
@@ -62,7 +62,7 @@ async def test_one_submitter_has_a_share_of_the_queue(plane: Plane, monkeypatch:
 
     async def submit(name: str, role: CallerRole) -> str:
         set_caller(Caller(name, frozenset({role})))
-        return await plane.coordinator.queue.submit(text)
+        return await plane.coordinator.runs.queue.submit(text)
 
     async def in_task(name: str, role: CallerRole = CallerRole.SUBMITTER) -> str:
         return await asyncio.create_task(submit(name, role))

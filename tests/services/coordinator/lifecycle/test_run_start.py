@@ -51,7 +51,7 @@ async def test_a_data_set_that_does_not_open_delays_no_other_duty(
     plane, go = impatient(Plane(tmp_path)), threading.Event()
     await plane.start()
     try:
-        starter, opened = plane.coordinator.starter, plane.coordinator.starter._bundles.open_data
+        starter, opened = plane.coordinator.runs.starter, plane.coordinator.runs.starter._bundles.open_data
         await plane.submit()
         monkeypatch.setattr(starter._bundles, "open_data", lambda *run: go.wait() and opened(*run))
         await starter.start_next()
@@ -149,8 +149,8 @@ async def test_workers_keep_what_they_hold_while_the_data_sets_of_their_run_open
     session = (await put_on(learner(plane))).session
     await plane.stop()
     again, go = Plane(tmp_path), threading.Event()
-    opened = again.coordinator.starter._bundles.open_data
-    monkeypatch.setattr(again.coordinator.starter._bundles, "open_data", lambda *run: go.wait() and opened(*run))
+    opened = again.coordinator.runs.starter._bundles.open_data
+    monkeypatch.setattr(again.coordinator.runs.starter._bundles, "open_data", lambda *run: go.wait() and opened(*run))
     monkeypatch.setattr(run_start, "WAIT_S", 0.01)
     await again.start()
     try:
@@ -220,13 +220,13 @@ async def test_a_data_set_that_does_not_open_lets_other_runs_go_first_and_is_ope
     monkeypatch.setattr(run_start, "PATIENCE_S", 0.0)
     plane, go, names = impatient(Plane(tmp_path)), threading.Event(), []
     await plane.start()
-    opened = plane.coordinator.starter._bundles.open_data
+    opened = plane.coordinator.runs.starter._bundles.open_data
 
     def open_data(spec: Any, bundle: str) -> Any:
         names.append(spec.name)
         return opened(spec, bundle) if spec.name == "second" or go.wait() else None
 
-    monkeypatch.setattr(plane.coordinator.starter._bundles, "open_data", open_data)
+    monkeypatch.setattr(plane.coordinator.runs.starter._bundles, "open_data", open_data)
     try:
         first, cancelled = (await plane.submit(name="first")).run_id, (await plane.submit(name="cancelled")).run_id
         second = (await plane.submit(name="second")).run_id
@@ -238,7 +238,7 @@ async def test_a_data_set_that_does_not_open_lets_other_runs_go_first_and_is_ope
         go.set()
         await next_state(plane, first, paused, "queued")
         async with asyncio.timeout(DEADLINE_S):
-            while plane.coordinator.starter._openings._threads:  # noqa: ASYNC110 - the cancelled run's outcome
+            while plane.coordinator.runs.starter._openings._threads:  # noqa: ASYNC110 - the cancelled run's outcome
                 await asyncio.sleep(0.01)
         assert (names.count("first"), names.count("cancelled")) == (1, 1)
         assert plane.coordinator.exchange.active is not None
@@ -258,7 +258,7 @@ async def test_a_person_s_pause_outlives_a_data_set_that_was_away(tmp_path: Path
     await again.start()
     try:
         (tmp_path / "moved.jsonl").rename(tmp_path / "train.jsonl")
-        await again.coordinator.starter.start_next()
+        await again.coordinator.runs.starter.start_next()
         assert again.coordinator.exchange.active is not None
         assert (await state_of(again, run.run_id)) == ("paused", "")
     finally:
@@ -272,17 +272,17 @@ async def test_a_row_that_no_waiting_repairs_fails_a_run_that_has_not_begun_and_
     train = plane.directory / "train.jsonl"
     rows = train.read_text()
     train.write_text('{"prompt": 7}\n')
-    await plane.coordinator.starter.start_next()
+    await plane.coordinator.runs.starter.start_next()
     assert (await state_of(plane, first.run_id))[0] == "failed"
     train.write_text(rows)
-    await plane.coordinator.starter.start_next()
+    await plane.coordinator.runs.starter.start_next()
     assert (await state_of(plane, second.run_id))[0] == "running"
     resumed = await plane.runs.Resume(run_pb2.ResumeRequest(run_id=first.run_id))
     assert resumed.run.state == run_pb2.RUN_STATE_QUEUED
-    await plane.coordinator.starter.start_next()
+    await plane.coordinator.runs.starter.start_next()
     assert (await state_of(plane, first.run_id))[0] == "queued", "the other one trains"
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=second.run_id))
-    await plane.coordinator.starter.start_next()
+    await plane.coordinator.runs.starter.start_next()
     assert (await state_of(plane, first.run_id)) == ("running", "")
 
 
@@ -402,8 +402,8 @@ async def test_a_spec_that_cannot_be_understood_pauses_its_run_and_the_coordinat
         again.ledger.update_run(run.run_id, spec_yaml=good)
         again.run_loops()
         await next_state(again, run.run_id, 0, "paused")
-        async with again.coordinator.watchers.changed:
-            await again.coordinator.watchers.changed.wait_for(
+        async with again.coordinator.context.watchers.changed:
+            await again.coordinator.context.watchers.changed.wait_for(
                 lambda: again.ledger.run(run.run_id)["state"] == "running"
             )
     finally:

@@ -7,14 +7,14 @@ from control_plane import Plane, Worker, ack, learner, offer, rollout
 
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.exchange import leases
-from paceline.services.coordinator.lifecycle import coordinator
+from paceline.services.coordinator.lifecycle import runs
 from paceline.v1 import run_pb2, worker_pb2
 
 
 async def test_a_failed_run_keeps_its_groups_until_it_is_cancelled(running: tuple[Plane, str]) -> None:
     plane, run_id = running
     owner, ledger = plane.coordinator, plane.ledger
-    async with owner.lock:
+    async with owner.context.lock:
         with ledger.transaction():
             assert owner.exchange.active is not None
             leases.admit(owner.exchange, owner.exchange.active, 4)
@@ -22,12 +22,12 @@ async def test_a_failed_run_keeps_its_groups_until_it_is_cancelled(running: tupl
                 "UPDATE groups SET state = 'leased', member_id = 'rollout-1' WHERE group_id = 0 AND run_id = ?",
                 (run_id,),
             )
-    await owner.states.fail(run_id, "no such function")
+    await owner.runs.states.fail(run_id, "no such function")
     assert ledger.groups_by_state(run_id)["admitted"] == 4, "nobody holds them any more"
     assert verify(ledger, run_id).problems == []
     await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
     await plane.watch_until(run_id, "state", state="running")
-    await owner.states.fail(run_id, "no such function")
+    await owner.runs.states.fail(run_id, "no such function")
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run_id))
     groups = ledger.groups_by_state(run_id)
     assert (groups["admitted"], groups["dropped:run_ended"]) == (0, 4)
@@ -67,6 +67,6 @@ async def test_a_run_ends_when_its_workers_have_the_last_version(running: tuple[
 async def test_the_wait_for_the_last_version_is_bounded(
     running: tuple[Plane, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "LAST_VERSION_S", 0.0)
+    monkeypatch.setattr(runs, "LAST_VERSION_S", 0.0)
     await trained(*running)
     await running[0].watch_until(running[1], "state", state="succeeded")

@@ -12,7 +12,7 @@ from episode_drivers import ENVIRONMENT
 from paused_runs import impatient, next_state, put_on, reward, state_of
 
 from paceline.services.coordinator.lifecycle.worker_faults import Decision, decide, explain
-from paceline.services.coordinator.members.registry import Fault, Member
+from paceline.services.coordinator.members.registry import Fault, Introduction, Member
 from paceline.v1 import common_pb2, run_pb2
 from paceline.v1.worker_pb2 import (
     FAULT_CHECKPOINT,
@@ -26,7 +26,9 @@ from paceline.v1.worker_pb2 import (
 
 
 def members(*faults: Fault | None) -> list[Member]:
-    return [Member(f"reward-{i}", common_pb2.ROLE_REWARD, "", 0, 0.0, fault=fault) for i, fault in enumerate(faults)]
+    return [
+        Member(f"reward-{i}", Introduction(common_pb2.ROLE_REWARD), 0.0, fault=fault) for i, fault in enumerate(faults)
+    ]
 
 
 def fault(kind: Any = FAULT_PASSING, run_id: str = "a-1", text: str = "away", *, resumable: bool = False) -> Fault:
@@ -114,7 +116,7 @@ async def test_a_bad_worker_beside_a_healthy_one_is_only_warned_of(running: tupl
     bad.say(run_report=RunReport(run_id=run_id, error="no file 'f.py'", fault=FAULT_SPEC))
     message = "reward reward-2 cannot work on the run: no file 'f.py'. It is retried automatically"
     await plane.watch_until(run_id, "warning", message=message)
-    await plane.coordinator.faults.check(time.monotonic())
+    await plane.coordinator.runs.faults.check(time.monotonic())
     assert (await state_of(plane, run_id)) == ("running", "")
 
 
@@ -146,11 +148,11 @@ async def test_trouble_does_not_end_a_person_s_pause(running: tuple[Plane, str])
     paused = await next_state(plane, run_id, 0, "paused")
     await plane.runs.Pause(run_pb2.PauseRequest(run_id=run_id))
     await next_state(plane, run_id, paused, "paused")
-    await plane.coordinator.faults.check(time.monotonic())
+    await plane.coordinator.runs.faults.check(time.monotonic())
     member = plane.coordinator.members.get("reward-1")
     assert member is not None
     member.ready_run, member.fault = run_id, None
-    await plane.coordinator.faults.check(time.monotonic())
+    await plane.coordinator.runs.faults.check(time.monotonic())
     assert (await state_of(plane, run_id)) == ("paused", "")
     await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
     assert (await state_of(plane, run_id)) == ("running", "")

@@ -69,7 +69,7 @@ async def test_a_start_that_takes_long_takes_nobody_for_gone(tmp_path: Path, mon
     async def open_data() -> None:
         time.sleep(0.6)  # noqa: ASYNC251
 
-    monkeypatch.setattr(plane.coordinator.starter, "start_next", open_data)
+    monkeypatch.setattr(plane.coordinator.runs.starter, "start_next", open_data)
     await plane.start()
     try:
         assert plane.coordinator.members.silent(time.monotonic()) == []

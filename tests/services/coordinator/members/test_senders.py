@@ -10,7 +10,7 @@ from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Rewa
 from exchange_service import FOREVER_S, Service, lease, serving
 
 from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
-from paceline.services.coordinator.members.registry import Member, Senders, Standing
+from paceline.services.coordinator.members.registry import Introduction, Member, Senders, Standing
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 
@@ -69,33 +69,31 @@ def test_an_earlier_secret_is_stale_and_the_same_request_counts_under_the_new_on
     request, frames = every_request(world)[kind]
     member = world.exchange.senders.get(request.member_id)
     assert member is not None
-    request.secret = member.secret
-    world.exchange.senders.enter(
-        again := Member(member.member_id, member.role, "", member.rank, 0.0, session=member.session)
-    )
+    request.secret = member.stream.secret
+    world.exchange.senders.enter(again := Member(member.member_id, member.introduction, 0.0, session=member.session))
     before = world.dump()
     reply = world.send(request, frames).reply
     assert (reply.status, reply.term) == (STALE, 0)
     assert world.dump() == before
-    request.secret = again.secret
+    request.secret = again.stream.secret
     reply = world.send(request, frames).reply
     assert reply.status not in (INVALID, STALE), reply.message
 
 
 def test_a_secret_is_good_for_its_member_alone(world: World) -> None:
     one, other = world.enter("one"), world.enter("other")
-    assert world.exchange.senders.standing("one", one.secret) is Standing.MEMBER
-    assert world.exchange.senders.standing("one", other.secret) is Standing.STRANGER
+    assert world.exchange.senders.standing("one", one.stream.secret) is Standing.MEMBER
+    assert world.exchange.senders.standing("one", other.stream.secret) is Standing.STRANGER
     assert world.exchange.senders.standing("one", b"") is Standing.STRANGER
 
 
 def test_secrets_of_the_past_are_bounded() -> None:
     known = Senders(max_earlier=3)
-    members = [Member(f"worker-{i}", 1, "", 0, 0.0) for i in range(5)]
+    members = [Member(f"worker-{i}", Introduction(1), 0.0) for i in range(5)]
     for member in members:
         known.enter(member)
         known.leave(member.member_id)
-    standings = [known.standing(member.member_id, member.secret) for member in members]
+    standings = [known.standing(member.member_id, member.stream.secret) for member in members]
     assert standings == [Standing.STRANGER] * 2 + [Standing.EARLIER] * 3
 
 
@@ -147,12 +145,12 @@ def stored_bytes(service: Service) -> int:
 
 def test_a_key_is_known_while_its_member_belongs() -> None:
     known, key = Senders(), bytes(range(32))
-    known.enter(Member("reward-1", 2, "", 0, 0.0, exchange_key=key))
-    known.enter(Member("reward-2", 2, "", 0, 0.0))
+    known.enter(Member("reward-1", Introduction(2, exchange_key=key), 0.0))
+    known.enter(Member("reward-2", Introduction(2), 0.0))
     assert (known.knows_key(key), known.owner_of(key), known.knows_key(b"")) == (True, "reward-1", False)
     known.leave("reward-2")
     assert known.knows_key(key)
-    known.enter(Member("reward-1", 2, "", 0, 0.0, exchange_key=key))  # on a new stream
+    known.enter(Member("reward-1", Introduction(2, exchange_key=key), 0.0))  # on a new stream
     assert known.knows_key(key)
     known.leave("reward-1")
     assert not known.knows_key(key)

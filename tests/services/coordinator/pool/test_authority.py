@@ -102,8 +102,8 @@ async def test_only_the_sessions_learner_speaks_for_the_run(plane: Plane) -> Non
     row = plane.ledger.run(run.run_id)
     assert (row["vocab_size"], row["export_path"]) == (0, "")
     assert plane.ledger.checkpoints.newest(run.run_id) is None
-    assert not member.expelled
-    assert not member.offered
+    assert not member.weights.expelled
+    assert not member.weights.offered
 
 
 async def test_what_an_old_session_publishes_expels_nobody(plane: Plane) -> None:
@@ -124,7 +124,7 @@ async def test_what_an_old_session_publishes_expels_nobody(plane: Plane) -> None
     await heard(plane, second, "learner-2")
     member = plane.coordinator.members.get("rollout-1")
     assert member is not None
-    assert not member.expelled
+    assert not member.weights.expelled
 
 
 async def test_the_learner_says_how_large_the_vocabulary_is(plane: Plane) -> None:

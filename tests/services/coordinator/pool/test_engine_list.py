@@ -61,5 +61,5 @@ async def test_an_environment_worker_is_idle_in_other_runs(tmp_path: Path) -> No
     assert (await other.hear("run")).run_id == run.run_id
     member = plane.coordinator.members.get("environment-1")
     assert member is not None
-    assert len(member.outbox) == 0
+    assert len(member.stream.outbox) == 0
     await plane.stop()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.groups import Version
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.pool.host_plans import SLOW_VERSIONS, HopSpeeds, HostPlans
 from paceline.v1 import common_pb2, worker_pb2
 
@@ -21,19 +21,19 @@ class Bench:
         self.offered: list[tuple[str, Version]] = []
         run = SimpleNamespace(run_id="run", spec=SimpleNamespace(weights=SimpleNamespace(max_wait_s=30.0)))
         exchange: Any = SimpleNamespace(active=run, offer=lambda i, version: self.offered.append((i, version)))
-        self.learner = Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0)
+        self.learner = Member("learner", Introduction(common_pb2.ROLE_LEARNER), 0.0)
         self.plans = HostPlans(self.members, exchange, lambda: self.learner)
 
     def add(self, member_id: str, agent: str, zone: str = "") -> Member:
-        member = Member(member_id, common_pb2.ROLE_ROLLOUT, "", 0, 0.0)
+        member = Member(member_id, Introduction(common_pb2.ROLE_ROLLOUT), 0.0)
         member.host = worker_pb2.HostAgent(agent_id=agent, address=f"{agent}:1", zone=zone) if agent else None
         self.members.add(member)
         return member
 
     async def sent(self, member: Member) -> list[worker_pb2.HostPlan]:
         found = []
-        while len(member.outbox):
-            directive = await member.outbox.get()
+        while len(member.stream.outbox):
+            directive = await member.stream.outbox.get()
             assert directive is not None
             found.append(directive.host_plan)
         return found
@@ -70,7 +70,7 @@ async def test_each_host_reads_from_the_one_before_and_workers_of_a_host_get_one
     assert (plan.epoch, plan.max_wait_s, plan_b.position) == (7, 30.0, 1)
     assert await bench.sent(without) == []
     assert bench.offered == [(i, Version(1, 1)) for i in ("a", "a2", "b")]
-    assert Version(1, 1) in a.offered
+    assert Version(1, 1) in a.weights.offered
 
 
 async def test_a_change_of_the_roster_reaches_those_whose_upstreams_it_changes(bench: Bench) -> None:
@@ -85,7 +85,7 @@ async def test_a_change_of_the_roster_reaches_those_whose_upstreams_it_changes(b
     assert first_upstreams(await bench.sent(d)) == ["C:1"]
     bench.plans.update(3, ["a", "c", "d"])
     assert [await bench.sent(member) for member in (a, c, d)] == [[], [], []]
-    c.host_plan = None  # a new stream
+    c.stream.host_plan = None  # as on a new stream
     bench.plans.update(3, ["a", "c", "d"])
     assert len(await bench.sent(c)) == 1
 

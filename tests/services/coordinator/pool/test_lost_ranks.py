@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from control_plane import Plane, learner
 
-from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.registry import Introduction, Member
 from paceline.services.coordinator.pool.pool import LostRanks
 from paceline.v1 import common_pb2
 
@@ -21,7 +21,7 @@ class Learner:
 
     def check(self, now_s: float, **heard_s: float) -> list[tuple[str, list[str]]]:
         members = [
-            Member(member_id, common_pb2.ROLE_LEARNER, "", 0, heard, learner_id="a")
+            Member(member_id, Introduction(common_pb2.ROLE_LEARNER, learner_id="a"), heard)
             for member_id, heard in heard_s.items()
         ]
         return [(why, [m.member_id for m in others]) for why, others in self.lost.check(members, now_s)]

@@ -254,8 +254,8 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(plane: Plane) ->
     await trainer.hear_epoch("rollout-1")
     plane.be_silent("rollout-1", 0.6)  # from half the time-out on it is suspected
     coordinator = plane.coordinator
-    async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
-        await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+    async with asyncio.timeout(DEADLINE_S), coordinator.context.watchers.changed:
+        await coordinator.context.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
     assert plane.coordinator.pool.assignments.roster.member_ids == []
     assert plane.coordinator.exchange.suspected == {"rollout-1"}
     worker.say(heartbeat=worker_pb2.Heartbeat())
@@ -281,8 +281,8 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     belonging = asyncio.create_task(membership.run())
     try:
         await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="joined")
-        async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
-            await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+        async with asyncio.timeout(DEADLINE_S), coordinator.context.watchers.changed:
+            await coordinator.context.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
     finally:
         belonging.cancel()
         await asyncio.wait((belonging,))
@@ -299,7 +299,7 @@ async def test_leases_of_a_quiet_member_go_to_others_once_the_learner_waits(plan
         row = ledger.db.execute("SELECT member_id FROM groups WHERE state = 'leased'").fetchone()
         return None if row is None else str(row["member_id"])
 
-    async with coordinator.lock:
+    async with coordinator.context.lock:
         with ledger.transaction():
             ledger.db.execute(
                 "INSERT INTO groups (run_id, group_id, class, state, slot, member_id)"

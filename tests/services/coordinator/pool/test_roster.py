@@ -6,13 +6,13 @@ import time
 
 from exchange_drivers import World
 
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.pool.assignments import Roster, listed_names
 from paceline.v1 import common_pb2, worker_pb2
 
 
 def member(role: common_pb2.Role.ValueType, member_id: str, ready_run: str = "") -> Member:
-    return Member(member_id, role, "", 0, time.monotonic(), ready_run=ready_run)
+    return Member(member_id, Introduction(role), time.monotonic(), ready_run=ready_run)
 
 
 async def test_the_learner_hears_of_each_change_and_of_nothing_else(world: World) -> None:
@@ -26,11 +26,11 @@ async def test_the_learner_hears_of_each_change_and_of_nothing_else(world: World
         roster.update()
     second.suspected = True
     roster.update()
-    directive = await learner.outbox.get()  # only the newest of directives that replace each other
+    directive = await learner.stream.outbox.get()  # only the newest of directives that replace each other
     assert directive is not None
     assert (directive.epoch.number, list(directive.epoch.member_ids)) == (3, ["rollout-1"])
     assert (roster.number, roster.member_ids) == (3, ["rollout-1"])
-    assert (first.named_in, second.named_in) == (1, 2)
+    assert (first.weights.named_in, second.weights.named_in) == (1, 2)
 
 
 async def test_a_cleared_roster_is_sent_again_under_a_new_number(world: World) -> None:
@@ -47,7 +47,7 @@ async def test_a_cleared_roster_is_sent_again_under_a_new_number(world: World) -
 async def test_only_workers_that_are_ready_and_not_expelled_receive_weights(world: World) -> None:
     learner = member(common_pb2.ROLE_LEARNER, "learner-1")
     expelled = member(common_pb2.ROLE_ROLLOUT, "rollout-1", world.run_id)
-    expelled.expelled = True
+    expelled.weights.expelled = True
     away = member(common_pb2.ROLE_ROLLOUT, "rollout-2", world.run_id)
     away.connected = False
     members = Members(10.0)
@@ -86,8 +86,8 @@ async def test_a_member_that_was_suspected_gets_its_host_s_plan_again(world: Wor
 async def plans_of(worker: Member) -> list[int]:
     """Return the epochs of the plans that are queued for a worker."""
     epochs = []
-    while len(worker.outbox):
-        directive = await worker.outbox.get()
+    while len(worker.stream.outbox):
+        directive = await worker.stream.outbox.get()
         assert directive is not None
         epochs.append(directive.host_plan.epoch)
     return epochs

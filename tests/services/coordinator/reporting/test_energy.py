@@ -7,7 +7,7 @@ from typing import Any
 from exchange_drivers import World
 
 from paceline.services.coordinator.exchange.state import Notice
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.reporting.run_log import Energy, RunLog
 from paceline.v1 import common_pb2
 
@@ -30,11 +30,11 @@ def test_a_step_has_the_sums_of_a_pool_and_the_energy_of_all(make_world: Any) ->
         ("one", common_pb2.ROLE_ROLLOUT),
         ("two", common_pb2.ROLE_ROLLOUT),
     ):
-        members.add(Member(name, role, "", 0, 0.0))
+        members.add(Member(name, Introduction(role), 0.0))
     run_log = RunLog(world.ledger, world.exchange, members)
     for step, joules in enumerate((1000.0, 1300.0)):
         for number, member in enumerate(members.all()):
-            member.gauges = {"gpu_power_w": 100.0, "gpu_xid": 79.0, f"gpu_energy_j/{number % 2}": joules}
+            member.measures.gauges = {"gpu_power_w": 100.0, "gpu_xid": 79.0, f"gpu_energy_j/{number % 2}": joules}
         with world.ledger.transaction():
             run_log.write_down([Notice("step", {"step": step, "metrics": {"trained_tokens": 60.0}})])
     metrics = world.ledger.metrics_of_step(world.run_id, 1)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.reporting.member_files import GaugeHistory, files_of, shares
 from paceline.v1 import common_pb2
 
 
-def member(name: str, role: str, **facts: Any) -> Member:
-    found = Member(name, common_pb2.Role.Value(f"ROLE_{role}"), "", 0, 0.0)
+def member(name: str, role: str, gauges: Mapping[str, float] = {}, **facts: Any) -> Member:
+    found = Member(name, Introduction(common_pb2.Role.Value(f"ROLE_{role}")), 0.0)
     for fact, value in ({"connected": True} | facts).items():
         setattr(found, fact, value)
+    found.measures.gauges |= gauges
     return found
 
 
@@ -49,7 +51,7 @@ async def test_a_reading_every_five_seconds_while_there_are_members(tmp_path: Pa
     members.add(rollout)
     members.add(member("learner", "LEARNER", gauges={"memory_gb": 2.0}))
     for now_s in (105.0, 107.0, 110.0):
-        rollout.paused_s += 0.5
+        rollout.measures.paused_s += 0.5
         history.observe(now_s)
         if history.writing is not None:
             await history.writing

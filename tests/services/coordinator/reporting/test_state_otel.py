@@ -11,7 +11,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.members.registry import Fault, Member, Members
+from paceline.services.coordinator.members.registry import Fault, Introduction, Member, Members
 from paceline.services.coordinator.reporting.otel import OBSERVE_S, StateMeters
 from paceline.v1 import common_pb2
 
@@ -58,7 +58,7 @@ def test_nothing_is_told_before_the_first_snapshot(world: World) -> None:
 def test_pools_are_counted_by_role(world: World) -> None:
     reward = common_pb2.ROLE_REWARD
     for name in ("a", "b", "c"):
-        world.members.add(Member(name, reward, "host:1", 0, 0.0))
+        world.members.add(Member(name, Introduction(reward, "host:1"), 0.0))
     for member, (field, value) in zip(
         world.members.all(),
         (("connected", False), ("suspected", True), ("fault", Fault("r", "m"))),

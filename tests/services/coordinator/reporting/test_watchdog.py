@@ -12,9 +12,11 @@ import pytest
 from control_plane import DEADLINE_S, Plane, rollout
 from exchange_drivers import Learner, Reward, Rollout, World, fill
 
-from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.reporting.watchdog import Facts, Watchdog, explain
+from paceline.services.coordinator.members.registry import Introduction, Member, Members
+from paceline.services.coordinator.reporting.watchdog import Facts, Watchdog, WorkerCounts, explain
 from paceline.v1 import common_pb2, run_pb2
+
+WORKERS = set(WorkerCounts.__dataclass_fields__)
 
 
 def facts(**changes: Any) -> Facts:
@@ -22,11 +24,7 @@ def facts(**changes: Any) -> Facts:
     healthy: dict[str, Any] = {
         "waited_s": 60.0,
         "step": 5,
-        "learners": 1,
-        "rollouts": 2,
-        "ready_rollouts": 2,
         "versions": (5, 4),
-        "rewards": 1,
         "leases": 6,
         "holders": 2,
         "tasks": 1,
@@ -34,7 +32,10 @@ def facts(**changes: Any) -> Facts:
         "batch": 8,
         "max_age": 1,
     }
-    return Facts(**healthy | changes)
+    counts = {"learners": 1, "rollouts": 2, "ready_rollouts": 2, "rewards": 1}
+    workers = WorkerCounts(**counts | {name: value for name, value in changes.items() if name in WORKERS})
+    others = {name: value for name, value in changes.items() if name not in WORKERS}
+    return Facts(**healthy | others, workers=workers)
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -91,7 +92,7 @@ def test_a_stall_is_told_after_a_minute_then_after_two_and_four(world: World) ->
     watchdog, members = make_watchdog(world)
     assert watchdog.check(world.now_s) == []
     ranks = Learner(world)
-    members.add(Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session))
+    members.add(Member("learner", Introduction(common_pb2.ROLE_LEARNER), 0.0, session=ranks.session))
     ranks.ask(0)
     told = [s for s in range(0, 500) if watchdog.check(world.now_s + s)]
     assert told == [60, 120, 240, 480]
@@ -105,7 +106,7 @@ def test_a_session_that_never_asks_is_told_of(world: World) -> None:
     watchdog, members = make_watchdog(world)
     watchdog.check(world.now_s)
     ranks = Learner(world)
-    member = Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session)
+    member = Member("learner", Introduction(common_pb2.ROLE_LEARNER), 0.0, session=ranks.session)
     members.add(member)
     told = [watchdog.check(world.now_s + s) for s in range(1, 130)]
     (first, second) = [messages[0] for messages in told if messages]
@@ -133,7 +134,7 @@ def test_a_learner_does_not_wait_while_its_run_is_paused(world: World) -> None:
     watchdog, members = make_watchdog(world)
     watchdog.check(world.now_s)
     ranks = Learner(world)
-    members.add(Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session))
+    members.add(Member("learner", Introduction(common_pb2.ROLE_LEARNER), 0.0, session=ranks.session))
     ranks.ask(0)
     world.set_state("paused")
     assert watchdog.check(world.now_s + 1000.0) == []

@@ -11,7 +11,7 @@ from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 
 from paceline.errors import NotFound, Unavailable
 from paceline.services.coordinator.exchange.state import Notice
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.scaling.policy import Bounds, PoolConfig
 from paceline.services.coordinator.scaling.scaler import NO_RUN, RECONNECT_S, UNUSED_S, Scaler
 from paceline.v1 import common_pb2
@@ -31,7 +31,8 @@ class Bench:
 
     def join(self, role: common_pb2.Role.ValueType, *names: str, ready: bool = True, occupied: float = 1.0) -> None:
         for name in names:
-            member = Member(name, role, "", 0, self.now_s, gauges={"occupied": occupied})
+            member = Member(name, Introduction(role), self.now_s)
+            member.measures.gauges["occupied"] = occupied
             member.ready_run = self.world.run_id if ready else ""
             self.members.add(member)
 

@@ -35,8 +35,7 @@ class Away:
 def rank() -> Any:
     background = BackgroundLoop(poll_s=0.01)
     yield SimpleNamespace(
-        rank=0,
-        world_size=1,
+        place=SimpleNamespace(rank=0, world_size=1),
         background=background,
         membership=Away(),
         stopping=threading.Event(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from paceline.files.storage import Folder
 from paceline.learner.checkpoints.model_folder import ModelFolder
 from paceline.learner.weights.stream import Weight, export_weights
 from paceline.models.export_origin import Origin, origin_of
-from paceline.services.learner.context import ExportOrder, Orders
+from paceline.services.learner.context import ExportOrder, Orders, Place
 from paceline.services.learner.training import exports
 from paceline.services.learner.training.exports import RunExports
 
@@ -31,7 +32,7 @@ class Bench:
     """Exports of a tiny model on the only rank of a learner."""
 
     def __init__(self, directory: Path) -> None:
-        self.rank = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), orders=Orders())
+        self.rank = SimpleNamespace(place=Place(0, 1, torch.device("cpu")), orders=Orders())
         rank: Any = self.rank
         self.model = tiny_qwen3()
         self.model.save_pretrained(directory / "policy")
@@ -114,7 +115,7 @@ def test_a_failed_write_still_goes_through_every_collective(bench: Bench, monkey
 def test_what_leaves_the_ranks_at_different_points_ends_the_session(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.rank.world_size = 2
+    bench.rank.place.world_size = 2
     monkeypatch.setattr(exports, "broadcast_bytes", lambda data: data)
     monkeypatch.setattr(Weight, "rows", no_device_memory)
     with pytest.raises(torch.OutOfMemoryError):
@@ -125,7 +126,7 @@ def test_rank_0_alone_removes_what_a_killed_export_left(tmp_path: Path) -> None:
     left_over = tmp_path / "exports" / ".now.partial-4194305"
     left_over.mkdir(parents=True)
     bench = Bench(tmp_path)
-    rank: Any = SimpleNamespace(**{**vars(bench.rank), "rank": 1})
+    rank: Any = SimpleNamespace(**{**vars(bench.rank), "place": replace(bench.rank.place, rank=1)})
     RunExports("test-1", tmp_path, make_spec(tmp_path), rank).remove_left_overs()
     assert left_over.exists()
     bench.exports.remove_left_overs()

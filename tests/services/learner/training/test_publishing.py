@@ -16,7 +16,7 @@ from paceline.v1 import worker_pb2
 class Bench:
     def __init__(self, early: worker_pb2.Epoch | None = None) -> None:
         self.channel, self.model = MagicMock(), nn.Linear(1, 1)
-        rank: Any = SimpleNamespace(early_roster=early)
+        rank: Any = SimpleNamespace(assigned=SimpleNamespace(early_roster=early))
         spec: Any = None
         assignment = worker_pb2.RunAssignment(run_id="run", session=3, publish_from_step=2)
         self.publishing = Publishing(assignment, spec, rank, print, make=lambda *_: self.channel)

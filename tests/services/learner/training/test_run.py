@@ -77,7 +77,7 @@ def test_a_session_says_first_how_many_tokens_its_model_knows(session: Session, 
 def test_a_learner_on_cpus_refuses_a_run_that_names_gpus(
     tmp_path: Path, rank: LoneRank, cpu_chosen: bool, error: str
 ) -> None:
-    rank.cpu_chosen = cpu_chosen
+    rank.place.cpu_chosen = cpu_chosen
     LearnerRun(assignment_of(tmp_path, cluster={"learner_gpus": [0]}), rank).train()  # type: ignore[arg-type]
     assert error in rank.reports[-1].error
 

@@ -14,6 +14,7 @@ import torch
 from paceline.groups import Version
 from paceline.learner.weights.channel import WeightChannel
 from paceline.services.common.relay import RelayConnection
+from paceline.services.learner.context import Place
 from paceline.services.learner.training.publishing import make_channel
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
@@ -34,9 +35,7 @@ class Rank:
     """The part of rank 0 that a channel uses, on a device that only has to be named."""
 
     def __init__(self, device: str, reachable: str) -> None:
-        self.rank, self.world_size = 0, 1
-        self.device = torch.device(device)
-        self.weights_bind, self.weights_host = "127.0.0.1", reachable
+        self.place = Place(0, 1, torch.device(device), weights_bind="127.0.0.1", weights_host=reachable)
         self.relay: Any = SimpleNamespace(client=lambda: None, identity=None)
         self.membership = SimpleNamespace(has_stream=True)
         self.reports: queue.Queue[worker_pb2.ConnectRequest] = queue.Queue()

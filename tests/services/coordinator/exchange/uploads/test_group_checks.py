@@ -300,7 +300,7 @@ def test_an_attempt_from_before_the_return_need_not_continue_its_prefix(world: W
 def test_a_beginning_that_is_damaged_by_now_refuses_no_result(world: World) -> None:
     _, lease = begun_by_another(world)
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
-    world.ledger.payloads.evict(row["segment"], row["start"])
+    world.ledger.payloads.recent.evict(row["segment"], row["start"])
     (segment,) = world.ledger.payloads.folder.glob("*.seg")
     segment.write_bytes(bytes(segment.stat().st_size))
     request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
