@@ -39,11 +39,12 @@ def shared_attention(
 
 
 class _Part(NamedTuple):
-    """One call of the kernel: `count` neighbouring spans of queries, each with its keys."""
+    """One call of the kernel: neighbouring spans of queries, each with its keys."""
 
     queries: slice
     keys: slice
-    count: int
+    spans: int
+    """Number of the spans."""
     mask: Tensor | None = None
     """[queries, keys] numbers that are added to the scores."""
     is_prompt: bool = False
@@ -57,7 +58,7 @@ class _Part(NamedTuple):
         return self._view(x, self.queries)
 
     def _view(self, x: Tensor, span: slice) -> Tensor:
-        return x[0, :, span].unflatten(1, (self.count, -1)).transpose(0, 1)
+        return x[0, :, span].view(x.shape[1], self.spans, -1, x.shape[3]).transpose(0, 1)
 
 
 class _SharedAttention(torch.autograd.Function):
