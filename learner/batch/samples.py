@@ -310,8 +310,9 @@ class PackedBatch:
     """Label of each sequence in the data set; empty if it has none."""
 
 
-MIN_SAVED_TOKENS = 16
-"""A prompt is shared if this saves at least so many tokens of the row; a shared one takes two more calls in each layer."""
+MIN_SAVED_TOKENS, MIN_SAVED_SHARE = 16, 1 / 16
+"""A prompt is shared if this saves at least so many tokens, and such a share of the sequences' tokens: it takes two more
+calls of attention in each layer, and equal lengths of several groups are no longer neighbours."""
 
 
 def shared_tokens(sequences: Sequence[TrainingSample]) -> int:
@@ -321,7 +322,8 @@ def shared_tokens(sequences: Sequence[TrainingSample]) -> int:
     for prompt in prompts[1:]:
         differ = np.flatnonzero(prompt[:length] != prompts[0][:length])
         length = int(differ[0]) if len(differ) else length
-    return length if (len(prompts) - 1) * length >= MIN_SAVED_TOKENS else 0
+    saved, tokens = (len(prompts) - 1) * length, sum(sequence.num_row_tokens for sequence in sequences)
+    return length if saved >= max(MIN_SAVED_TOKENS, MIN_SAVED_SHARE * tokens) else 0
 
 
 class _Row:

@@ -238,13 +238,16 @@ def units_of(
             by_prompt.setdefault(batch[index].group_id, []).append(index)
     units: list[Unit] = []
     for members in by_prompt.values():
-        num_shared = shared_tokens([batch[i] for i in members]) if policy.shares_prompts else 0
         length_of = {i: batch[i].num_row_tokens for i in members}
-        if whole or num_shared:
-            divided = [members] if whole else _divided(length_of, num_shared, policy.row_tokens)
-            units += [_unit(indices, length_of, num_shared) for indices in divided]
-        else:
-            units += [Unit((i,), length, ((1, length),)) for i, length in length_of.items()]
+        num_shared = shared_tokens([batch[i] for i in members]) if policy.shares_prompts else 0
+        divided = _divided(length_of, num_shared, policy.row_tokens) if num_shared and not whole else [members]
+        for indices in divided:
+            if len(divided) > 1:
+                num_shared = shared_tokens([batch[i] for i in indices])
+            if whole or num_shared:
+                units.append(_unit(indices, length_of, num_shared))
+            else:
+                units += [_unit([i], length_of, 0) for i in indices]
     return sorted(units, key=lambda unit: unit.indices)
 
 
