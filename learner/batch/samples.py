@@ -3,10 +3,14 @@
 Promise: a packed batch has each sequence without its last token, which is only predicted, so no unused value is
 computed. Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N
 completion tokens and S sequences in it.
+
+A row may have a prompt once for several completions (`policy.shared_prompts`): behind a prompt's tokens are those of each
+completion, whose positions go on from the prompt's. Equal are the tokens themselves, never texts.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,24 +26,82 @@ from paceline.groups import Completion, FloatArray, Group, IntArray, Rows, Turn
 from paceline.spec import RunSpec
 
 
+class SharedPrompt(NamedTuple):
+    """A prompt in a row, with the tokens behind it of each completion."""
+
+    begin: int
+    """Index of its first token in the row."""
+    length: int
+    """Number of its tokens."""
+    own: tuple[int, ...]
+    """Number of tokens of each completion behind it, in order; 0 for one that only the prompt predicts."""
+
+    @property
+    def end(self) -> int:
+        """Index behind its last completion."""
+        return self.begin + self.length + sum(self.own)
+
+
+class Unshared(NamedTuple):
+    """A row with shared prompts as if each span had its prompt's tokens before it."""
+
+    tokens: Tensor
+    """[U] index in the row of each token."""
+    layout: SequenceLayout
+    own: Tensor
+    """[T] index in `tokens` of each token of the row."""
+
+
 @dataclass(eq=False)
 class SequenceLayout:
     """Boundaries of the sequences in one packed row [1, T]; never changed. It is not `frozen`, because torch 2.11's
     torch.compile takes a frozen dataclass as a constant, and would compile again for each number of runs."""
 
     runs: tuple[tuple[int, int], ...]
-    """(count, length) of each run of neighbouring sequences with equal length, in order."""
+    """(count, length) of each run of neighbouring spans with equal length, in order. A span is a sequence; with shared
+    prompts also a prompt, or the tokens of a completion behind it."""
     starts: Tensor
-    """[S + 1] int32 on the row's device: start of each sequence, then T (`cu_seqlens` in flash attention)."""
+    """[S + 1] int32 on the row's device: start of each span, then T (`cu_seqlens` in flash attention)."""
     max_length: int
-    """Number of tokens of the longest sequence."""
+    """Number of tokens of the longest sequence, its prompt included."""
+    shared: tuple[SharedPrompt, ...] = ()
+    """The shared prompts, in order."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceLayout:
-        """Return the layout of sequences with these lengths (each > 0), end to end."""
+    def of(cls, lengths: Sequence[int], device: torch.device, shared: Sequence[SharedPrompt] = ()) -> SequenceLayout:
+        """Return the layout of spans with these lengths (each > 0), end to end."""
         runs = tuple((len(list(same)), length) for length, same in itertools.groupby(lengths))
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        return cls(runs, starts.to(device, non_blocking=True), max(lengths))
+        longest = max(*lengths, *(prompt.length + max(prompt.own) for prompt in shared), 0)
+        return cls(runs, starts.to(device, non_blocking=True), longest, tuple(shared))
+
+    @property
+    def costed_runs(self) -> list[tuple[int, int]]:
+        """(count, length) of sequences that would cost as much: a completion of W tokens behind a prompt of P adds
+        (P + W)² - P² - W² to its own attention, and no token."""
+        behind = [(prompt.length, sum(prompt.own)) for prompt in self.shared]
+        return [*self.runs, *(run for p, w in behind for run in ((1, p + w), (-1, p), (-1, w)))]
+
+    @functools.cached_property
+    def unshared(self) -> Unshared:
+        """The row with each prompt before each of its completions."""
+        lengths = [length for count, length in self.runs for _ in range(count)]
+        begins = [0, *itertools.accumulate(lengths)]
+        prefix_of: dict[int, SharedPrompt] = {}
+        for prompt in self.shared:
+            first = prompt.begin + prompt.length
+            prefix_of |= {begin: prompt for begin in begins if first <= begin < prompt.end}
+        tokens, spans, own, at = [], [], [], 0
+        for begin, length in zip(begins, lengths, strict=False):
+            before = prefix_of.get(begin)
+            prefix = np.arange(0) if before is None else np.arange(before.begin, before.begin + before.length)
+            tokens += [prefix, np.arange(begin, begin + length)]
+            spans.append(len(prefix) + length)
+            own.append(np.arange(at + len(prefix), at + len(prefix) + length))
+            at += spans[-1]
+        device = self.starts.device
+        all_tokens, all_own = (torch.from_numpy(np.concatenate(each)).to(device) for each in (tokens, own))
+        return Unshared(all_tokens, SequenceLayout.of(spans, device), all_own)
 
 
 class PreferenceLabel(NamedTuple):
@@ -224,9 +286,9 @@ class PackedBatch:
     """Sequences of one micro-batch end to end, on the training device."""
 
     input_ids: Tensor
-    """[1, R] int64 tokens of all sequences, one sequence after another."""
+    """[1, R] int64 tokens of all sequences, one sequence after another; a shared prompt is there once."""
     position_ids: Tensor
-    """[1, R] int64 positions, counted from 0 in each sequence."""
+    """[1, R] int64 positions, counted from 0 in each sequence; behind a shared prompt they go on from it."""
     layout: SequenceLayout
     predictors_N: Tensor
     """[N] index in the row of the token whose hidden state predicts completion token n."""
@@ -248,15 +310,66 @@ class PackedBatch:
     """Label of each sequence in the data set; empty if it has none."""
 
 
-def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> PackedBatch:
-    """Pack sequences end to end in the given order. Each has at least one completion token that trains."""
-    row_lengths_S = np.array([s.num_row_tokens for s in sequences])
+MIN_SAVED_TOKENS, MIN_SAVED_SHARE = 16, 1 / 16
+"""A prompt is shared if this saves at least so many tokens, and such a share of the sequences' tokens: it takes two more
+calls of attention in each layer, and equal lengths of several groups are no longer neighbours."""
+
+
+def shared_tokens(sequences: Sequence[TrainingSample]) -> int:
+    """Return the number of tokens with which all prompts of a group's sequences begin; 0 if sharing does not pay."""
+    prompts = [sequence.prompt_ids for sequence in sequences]
+    length = min(map(len, prompts))
+    for prompt in prompts[1:]:
+        differ = np.flatnonzero(prompt[:length] != prompts[0][:length])
+        length = int(differ[0]) if len(differ) else length
+    saved, tokens = (len(prompts) - 1) * length, sum(sequence.num_row_tokens for sequence in sequences)
+    return length if saved >= max(MIN_SAVED_TOKENS, MIN_SAVED_SHARE * tokens) else 0
+
+
+class _Row:
+    """The tokens of a row, as numpy arrays for each span, with the index of each completion token's predictor."""
+
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.predictors: list[np.ndarray] = []
+        self.shared: list[SharedPrompt] = []
+        self._end = 0
+
+    def add(self, sequences: Sequence[TrainingSample], num_shared: int) -> None:
+        """Add sequences whose prompts begin with the same `num_shared` tokens."""
+        begin = self._end
+        self._add(sequences[0].prompt_ids[:num_shared], 0)
+        own = []
+        for sequence in sequences:
+            first, num_prompt = self._end, len(sequence.prompt_ids)
+            ids = np.concatenate((sequence.prompt_ids, sequence.completion_ids[:-1]))[num_shared:]
+            self._add(ids, num_shared)
+            own.append(len(ids))
+            # Completion token t is predicted from position P - 1 + t of its sequence.
+            positions = np.arange(num_prompt - 1, num_prompt - 1 + len(sequence.completion_ids))
+            behind = positions >= num_shared
+            self.predictors.append(_trained(np.where(behind, first - num_shared, begin) + positions, sequence))
+        if num_shared:
+            self.shared.append(SharedPrompt(begin, num_shared, tuple(own)))
+
+    def _add(self, ids: np.ndarray, position: int) -> None:
+        if len(ids):
+            self.tokens.append(ids)
+            self.positions.append(np.arange(position, position + len(ids)))
+            self._end += len(ids)
+
+
+def pack_samples(sequences: Sequence[TrainingSample], device: torch.device, *, share: bool = False) -> PackedBatch:
+    """Pack sequences end to end in the given order. Each has at least one completion token that trains. With `share`,
+    neighbours of one group have the beginning of their prompts once (`shared_tokens`)."""
     lengths_S = np.array([s.num_trained_tokens for s in sequences])
-    ends_S = np.cumsum(row_lengths_S)
-    # Completion token t of a sequence is predicted from row position end - T + t.
-    positions = zip(ends_S, sequences, strict=True)
-    predictors = [_trained(np.arange(end - len(s.completion_ids), end), s) for end, s in positions]
-    tokens = [np.concatenate((s.prompt_ids, s.completion_ids[:-1])) for s in sequences]
+    row = _Row()
+    for _, neighbours in itertools.groupby(sequences, key=lambda s: s.group_id):
+        unit = list(neighbours)
+        num_shared = shared_tokens(unit) if share else 0
+        for part in [unit] if num_shared else [[sequence] for sequence in unit]:
+            row.add(part, num_shared)
 
     def integers(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
@@ -270,10 +383,10 @@ def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> P
         return convert(np.concatenate([_trained(getattr(s, name), s) for s in sequences]))
 
     return PackedBatch(
-        input_ids=integers(np.concatenate(tokens))[None],
-        position_ids=integers(np.concatenate([np.arange(n) for n in row_lengths_S]))[None],
-        layout=SequenceLayout.of(row_lengths_S.tolist(), device),
-        predictors_N=integers(np.concatenate(predictors)),
+        input_ids=integers(np.concatenate(row.tokens))[None],
+        position_ids=integers(np.concatenate(row.positions))[None],
+        layout=SequenceLayout.of([len(ids) for ids in row.tokens], device, row.shared),
+        predictors_N=integers(np.concatenate(row.predictors)),
         targets_N=integers(np.concatenate([_trained(s.completion_ids, s) for s in sequences])),
         lengths_N=floats(np.repeat(lengths_S, lengths_S)),
         sample_lengths_N=floats(np.repeat([s.num_sample_tokens for s in sequences], lengths_S)),

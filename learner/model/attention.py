@@ -9,6 +9,9 @@ row; FlashAttention-3 on a Hopper with its package). Otherwise, runs of sequence
 of the row, each one scaled_dot_product_attention with is_causal. Packing puts equal lengths side by side, so this needs
 neither padding nor gathering; on a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than
 copies of q, k and v. Attention sinks always take the second path: flash attention's log-sum-exp has no gradient.
+
+In a row with shared prompts, flash attention gets copies of a prompt's keys and values before those of each completion,
+and other kernels of CUDA copies of its queries too; a CPU copies nothing (`paceline.learner.model.shared_attention`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from transformers import AttentionInterface
 
 from paceline.learner.batch.samples import SequenceLayout
 from paceline.learner.model.determinism import repeat_backward
+from paceline.learner.model.shared_attention import shared_attention
 
 IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)
@@ -64,19 +68,28 @@ def packed_attention(
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
     if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, layout, scaling, window), None
-    return _by_runs(query, key, value, layout, scaling, window, s_aux), None
+    if not layout.shared:
+        return _by_runs(query, key, value, layout, scaling, window, s_aux), None
+    if query.is_cuda:
+        return _unshared(query, key, value, layout, scaling, window, s_aux), None
+    return shared_attention(query, key, value, layout, scaling, window, s_aux).unsqueeze(0), None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _flash_asks_for_gqa() else {}
+    q_THD, k_UKD, v_UKD = (x[0].transpose(0, 1) for x in (q, k, v))
+    starts = layout.starts
+    if layout.shared:  # flash attention is causal from the last query and the last key of each span backwards
+        k_UKD, v_UKD = (x.index_select(0, layout.unshared.tokens) for x in (k_UKD, v_UKD))
+        starts = layout.unshared.layout.starts
     out_THD = varlen_attn(
-        q[0].transpose(0, 1),
-        k[0].transpose(0, 1),
-        v[0].transpose(0, 1),
+        q_THD,
+        k_UKD,
+        v_UKD,
         layout.starts,
-        layout.starts,
+        starts,
         layout.max_length,
         layout.max_length,
         scale=scale,
@@ -150,6 +163,21 @@ def _by_runs(
         )
         outs_THD.append(repeat_backward(out_nHLD).transpose(1, 2).reshape(count * length, q.shape[1], -1))
     return torch.cat(outs_THD).unsqueeze(0)
+
+
+def _unshared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    scale: float | None,
+    window: int | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Return `_by_runs` of the row in which each completion has a copy of its prompt before it."""
+    whole = layout.unshared
+    q, k, v = (x.index_select(2, whole.tokens) for x in (q, k, v))
+    return _by_runs(q, k, v, whole.layout, scale, window, sinks_H).index_select(1, whole.own)
 
 
 def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:

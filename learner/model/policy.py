@@ -358,7 +358,12 @@ def padded_row(packed: PackedBatch) -> PackedBatch:
 
 def _with_sequence(layout: SequenceLayout, length: int) -> SequenceLayout:
     end: Tensor = layout.starts[-1:] + length
-    return SequenceLayout((*layout.runs, (1, length)), torch.cat((layout.starts, end)), max(layout.max_length, length))
+    return dataclasses.replace(
+        layout,
+        runs=(*layout.runs, (1, length)),
+        starts=torch.cat((layout.starts, end)),
+        max_length=max(layout.max_length, length),
+    )
 
 
 def _require_compiler(device: torch.device) -> None:

@@ -134,15 +134,17 @@ class Critic:
         return values_M  # type: ignore[no-any-return]
 
     def _states_of(self, sequences: Sequence[TrainingSample]) -> States:
-        packed, before_token_M = _pack_states(sequences, self._device)
+        packed, before_token_M = _pack_states(sequences, self._device, share=self._spec.policy.shares_prompts)
         return States(packed, before_token_M, self._values(packed))
 
 
-def _pack_states(sequences: Sequence[TrainingSample], device: torch.device) -> tuple[PackedBatch, Tensor]:
+def _pack_states(
+    sequences: Sequence[TrainingSample], device: torch.device, *, share: bool
+) -> tuple[PackedBatch, Tensor]:
     """Return the packed sequences, each with a further state at its end, and `States.before_token_M`."""
     token = np.zeros(1, np.int32)
     if not sequences:
         sequences = [TrainingSample(-1, token, token)]
     longer = [TrainingSample(s.group_id, s.prompt_ids, np.concatenate((s.completion_ids, token))) for s in sequences]
     before_M = np.concatenate([np.arange(len(s.completion_ids)) < len(s.completion_ids) - 1 for s in longer])
-    return pack_samples(longer, device), torch.from_numpy(before_M).to(device)
+    return pack_samples(longer, device, share=share), torch.from_numpy(before_M).to(device)

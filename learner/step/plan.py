@@ -11,18 +11,18 @@ the micro-batches of one, N the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.learner.batch.samples import PackedBatch, TrainingSample, pack_samples
+from paceline.learner.batch.samples import PackedBatch, TrainingSample, pack_samples, shared_tokens
 from paceline.learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from paceline.learner.objectives.base import Denominators, Objective
 from paceline.models.shape import ModelShape, training_flops
-from paceline.spec import RunSpec
+from paceline.spec import PolicySection, RunSpec
 
 
 @dataclass(frozen=True)
@@ -110,22 +110,18 @@ def plan_updates(
     the budget is at least ROOM_FOR_EVEN_COST times the longest sequence."""
     parts: Sequence[Sequence[int]]
     parts = [range(len(batch))] if num_updates == 1 else _update_indices(batch, num_updates, device)
-    indices_UM: list[list[tuple[int, ...]]] = []
-    for part in parts:
-        lengths, budget_tokens = [batch[i].num_row_tokens for i in part], spec.policy.row_tokens
-        if objective.keeps_prompts_whole:
-            packed = pack_whole(lengths, [batch[i].group_id for i in part], budget_tokens)
-        else:
-            packed = pack(lengths, budget_tokens)
-        indices_UM.append([tuple(part[i] for i in indices) for indices in packed])
+    policy, whole = spec.policy, objective.keeps_prompts_whole
+    units_U = [units_of(batch, part, policy, whole=whole) for part in parts]
+    indices_UM = [pack_units(units, policy.row_tokens) for units in units_U]
     sizes_U2 = [
         (len(m), max((batch[i].num_row_tokens for i in p), default=0)) for p, m in zip(parts, indices_UM, strict=True)
     ]
     passes_U, longest_U = max_over_ranks(torch.tensor(sizes_U2, device=device)).T.tolist()
-    if shape is not None and not objective.keeps_prompts_whole:
-        for u, (part, passes, longest) in enumerate(zip(parts, passes_U, longest_U, strict=True)):
-            if EVEN_COST_TOKENS <= longest <= spec.policy.row_tokens / ROOM_FOR_EVEN_COST:
-                indices_UM[u] = _of_even_cost([(i, batch[i]) for i in part], spec, shape, passes)
+    if shape is not None and not whole:
+        for u, (units, passes, longest) in enumerate(zip(units_U, passes_U, longest_U, strict=True)):
+            if EVEN_COST_TOKENS <= longest <= policy.row_tokens / ROOM_FOR_EVEN_COST:
+                costs = [training_flops(shape, unit.costed_runs, unit.tokens) for unit in units]
+                indices_UM[u] = pack_units(units, policy.row_tokens, costs, passes)
     counts_U4 = [
         (
             sum(batch[i].num_trained_tokens for i in p),
@@ -139,7 +135,7 @@ def plan_updates(
     updates: list[Update] = []
     max_tokens = spec.policy.generation.max_new_tokens
     for indices_M, passes, totals in zip(indices_UM, passes_U, totals_U4, strict=True):
-        micro_batches = [_micro_batch([batch[i] for i in indices], indices, step, device) for indices in indices_M]
+        micro_batches = [_micro_batch(batch, indices, step, policy, device) for indices in indices_M]
         micro_batches += [_dummy(objective, device) for _ in range(max(passes, 1) - len(micro_batches))]
         tokens, sequences, filled, prompts = totals
         denominators = Denominators(tokens, sequences, max_tokens, filled, prompts)
@@ -148,9 +144,9 @@ def plan_updates(
 
 
 def _micro_batch(
-    samples: Sequence[TrainingSample], indices: tuple[int, ...], step: int, device: torch.device
+    batch: Sequence[TrainingSample], indices: tuple[int, ...], step: int, policy: PolicySection, device: torch.device
 ) -> MicroBatch:
-    packed = pack_samples(samples, device)
+    packed = pack_samples([batch[i] for i in indices], device, share=policy.shares_prompts)
     ages_N = None if packed.versions_N is None else step - packed.versions_N
     return MicroBatch(packed, indices, ages_N=ages_N)
 
@@ -171,6 +167,7 @@ def batch_metrics(
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
     advantages = [m.advantages_N for m in micro_batches if m.advantages_N is not None and not m.is_dummy]
     sums = [
+        sum(batch[i].num_row_tokens for m in micro_batches for i in m.indices),
         sum(m.packed.input_ids.numel() for m in micro_batches if not m.is_dummy),
         sum(not m.is_dummy for m in micro_batches),
         float(ages.sum()),
@@ -180,17 +177,17 @@ def batch_metrics(
         any(m.advantages_N is not None for m in micro_batches),
         sum(_flops(m, spec, shape) for m in micro_batches if not m.is_dummy),
     ]
-    packed_tokens, num_micro_batches, age_sum, aged_tokens, zeros, with_advantage, has_advantages, flops = (
-        sum_over_ranks(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
-    )
+    totals = sum_over_ranks(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
+    row_tokens, computed, num_micro_batches, age_sum, aged_tokens, zeros, with_advantage, has_advantages, flops = totals
     # Packed tensors are dense: the rest of each micro-batch's budget is unfilled, all of it in a dummy.
     room = len(micro_batches) * world_size() * spec.policy.row_tokens
     metrics = {
         "tokens": float(sum(u.denominators.tokens for u in updates)),
         "sequences": float(sum(u.denominators.sequences for u in updates)),
-        "row_tokens": packed_tokens,
+        "row_tokens": row_tokens,
+        "computed_tokens": computed,
         "micro_batches": num_micro_batches,
-        "unfilled_fraction": max(1.0 - packed_tokens / room, 0.0),
+        "unfilled_fraction": max(1.0 - computed / room, 0.0),
     }
     metrics |= {"teraflop": flops / 1e12} if flops else {}
     metrics |= {"age": age_sum / aged_tokens} if aged_tokens else {}
@@ -199,22 +196,11 @@ def batch_metrics(
     return metrics
 
 
-def _of_even_cost(
-    part: Sequence[tuple[int, TrainingSample]], spec: RunSpec, shape: ModelShape, passes: int
-) -> list[tuple[int, ...]]:
-    """Divide the indices of `part` into micro-batches of about equal cost, equally many on all ranks: each pass gathers
-    and reduces over all ranks, so all ranks wait for the one with the longest sequences."""
-    lengths = [sample.num_row_tokens for _, sample in part]
-    costs = [training_flops(shape, [(1, length)], length) for length in lengths]
-    packed = pack_evenly(lengths, costs, spec.policy.row_tokens, passes)
-    return [tuple(part[i][0] for i in indices) for indices in packed]
-
-
 def _flops(micro: MicroBatch, spec: RunSpec, shape: ModelShape | None) -> float:
     if shape is None:
         return 0.0
     packed, frozen = micro.packed, spec.policy.lora_cfg.enabled
-    return training_flops(shape, packed.layout.runs, len(packed.predictors_N), frozen_base=frozen)
+    return training_flops(shape, packed.layout.costed_runs, len(packed.predictors_N), frozen_base=frozen)
 
 
 def _update_indices(batch: Sequence[TrainingSample], num_updates: int, device: torch.device) -> list[list[int]]:
@@ -228,15 +214,73 @@ def _dummy(objective: Objective, device: torch.device) -> MicroBatch:
     return MicroBatch(packed, is_dummy=True, ages_N=packed.versions_N)
 
 
-def pack_whole(lengths: Sequence[int], unit_ids: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """Pack as `pack`, but keep items with the same unit id (a prompt's completions) together, in input order."""
-    units: dict[int, list[int]] = {}
-    for index, unit in enumerate(unit_ids):
-        if lengths[index] > 0:
-            units.setdefault(unit, []).append(index)
-    members = list(units.values())
-    packed = pack([sum(lengths[i] for i in unit) for unit in members], budget_tokens)
-    return [[i for unit in micro_batch for i in members[unit]] for micro_batch in packed]
+@dataclass(frozen=True)
+class Unit:
+    """Sequences that are packed together: one, or a prompt's completions that share it or must be in one row."""
+
+    indices: tuple[int, ...]
+    """Index of each sequence, from long to short."""
+    tokens: int
+    """Number of tokens that the unit takes in a row."""
+    costed_runs: tuple[tuple[int, int], ...]
+    """(count, length) of sequences that would cost as much (`SequenceLayout.costed_runs`)."""
+
+
+def units_of(
+    batch: Sequence[TrainingSample], part: Sequence[int], policy: PolicySection, *, whole: bool = False
+) -> list[Unit]:
+    """Return the units of the sequences with indices `part` that have tokens. With `whole`, a prompt's sequences are
+    one unit, in their order. A unit that shares a prompt and has more tokens than a row is divided, each part with
+    the prompt; sequences that share nothing are single units."""
+    by_prompt: dict[int, list[int]] = {}
+    for index in part:
+        if batch[index].num_row_tokens:
+            by_prompt.setdefault(batch[index].group_id, []).append(index)
+    units: list[Unit] = []
+    for members in by_prompt.values():
+        length_of = {i: batch[i].num_row_tokens for i in members}
+        num_shared = shared_tokens([batch[i] for i in members]) if policy.shares_prompts else 0
+        divided = _divided(length_of, num_shared, policy.row_tokens) if num_shared and not whole else [members]
+        for indices in divided:
+            if len(divided) > 1:
+                num_shared = shared_tokens([batch[i] for i in indices])
+            if whole or num_shared:
+                units.append(_unit(indices, length_of, num_shared))
+            else:
+                units += [_unit([i], length_of, 0) for i in indices]
+    return sorted(units, key=lambda unit: unit.indices)
+
+
+def _unit(indices: Sequence[int], length_of: Mapping[int, int], num_shared: int) -> Unit:
+    copies = len(indices) - 1 if num_shared else 0
+    runs = [(1, length_of[i]) for i in indices]
+    repeated = [(-copies, num_shared)] if copies else []
+    tokens = sum(count * length for count, length in runs + repeated)
+    return Unit(tuple(indices), tokens, (*runs, *repeated))
+
+
+def _divided(length_of: Mapping[int, int], num_shared: int, budget_tokens: int) -> list[list[int]]:
+    """Return the indices from long to short, in lists with at most `budget_tokens` each, their prompt included."""
+    lists: list[list[int]] = []
+    room = 0
+    for index in sorted(length_of, key=lambda i: (-length_of[i], i)):
+        own = length_of[index] - num_shared
+        if not lists or own > room:
+            lists.append([])
+            room = budget_tokens - num_shared
+        lists[-1].append(index)
+        room -= own
+    return lists
+
+
+def pack_units(
+    units: Sequence[Unit], budget_tokens: int, costs: Sequence[float] = (), num_micro_batches: int = 0
+) -> list[tuple[int, ...]]:
+    """Return the indices of each micro-batch: by `pack`, or with `costs` by `pack_evenly`. All ranks make equally many
+    passes, and each pass waits for the rank with the longest sequences."""
+    lengths = [unit.tokens for unit in units]
+    packed = pack_evenly(lengths, costs, budget_tokens, num_micro_batches) if costs else pack(lengths, budget_tokens)
+    return [tuple(i for u in micro_batch for i in units[u].indices) for micro_batch in packed]
 
 
 def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:

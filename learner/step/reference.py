@@ -27,8 +27,8 @@ from paceline.learner.model.adapter import adapter_off
 from paceline.learner.model.policy import load_reference, packed_logprobs
 from paceline.learner.objectives.corrections import m2_limit_of, second_moments
 from paceline.learner.objectives.examples import ExampleSource, RowPair
-from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given, pack
-from paceline.spec import RunSpec
+from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given, pack_units, units_of
+from paceline.spec import PolicySection, RunSpec
 
 BLOCK_ROWS = 1024
 """Rows of each rank whose tokens are in memory at the same time."""
@@ -108,10 +108,10 @@ class PrecomputedReference(Reference):
 
     def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
         sums_S = np.zeros(len(sequences))
-        for indices, packed, logprobs_N in _passes(reference, sequences, self._policy.row_tokens, self._device):
+        for indices, packed, logprobs_N in _passes(reference, sequences, self._policy, self._device):
             zeros_S = logprobs_N.new_zeros(len(packed.group_ids_S))
             totals_S = zeros_S.index_add(0, packed.sequence_N, logprobs_N)
-            sums_S[indices] = totals_S.tolist()[: len(indices)]
+            sums_S[list(indices)] = totals_S.tolist()[: len(indices)]
         return sums_S
 
 
@@ -161,21 +161,21 @@ class ComputedBehaviour(Reference):
     def _logprobs(self, reference: LocalReference, samples: list[TrainingSample]) -> list[Tensor]:
         """Return [T] float64 log μ of each sample."""
         logprobs_of = [torch.zeros(0, dtype=torch.float64, device=self._device) for _ in samples]
-        for indices, packed, logprobs_N in _passes(reference, samples, self._policy.row_tokens, self._device):
+        for indices, packed, logprobs_N in _passes(reference, samples, self._policy, self._device):
             for sequence, index in enumerate(indices):
                 logprobs_of[index] = logprobs_N.double()[packed.sequence_N == sequence]
         return logprobs_of
 
 
 def _passes(
-    reference: LocalReference, samples: list[TrainingSample], row_tokens: int, device: torch.device
-) -> Iterator[tuple[list[int], PackedBatch, Tensor]]:
+    reference: LocalReference, samples: list[TrainingSample], policy: PolicySection, device: torch.device
+) -> Iterator[tuple[Sequence[int], PackedBatch, Tensor]]:
     """Yield (indices of samples, their batch, [N] log π_ref) of each pass; every rank makes equally many passes."""
-    micro_batches = pack([s.num_row_tokens for s in samples], row_tokens)
+    micro_batches = pack_units(units_of(samples, range(len(samples)), policy), policy.row_tokens)
     passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=device)).item())
     for i in range(passes):
-        indices = micro_batches[i] if i < len(micro_batches) else []
-        packed = pack_samples([samples[index] for index in indices] or [_dummy()], device)
+        indices = micro_batches[i] if i < len(micro_batches) else ()
+        packed = pack_samples([samples[i] for i in indices] or [_dummy()], device, share=policy.shares_prompts)
         yield indices, packed, reference.logprobs(packed)
 
 

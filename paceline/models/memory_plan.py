@@ -268,6 +268,7 @@ AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)
 """Sizes in tokens of the micro-batches among which `auto` chooses. Larger micro-batches would make a GPU no faster."""
 USUAL_TOKENS = 8_192
 """Usual tokens of a micro-batch: `auto` keeps more activations only if a micro-batch of this size fits with them."""
+UNSHARED = "policy.shared_prompts is false, chosen by auto: on GPUs it is not measured yet; true shares them there too"
 log = logging.getLogger(__name__)
 
 
@@ -278,6 +279,7 @@ def is_open(spec: RunSpec) -> bool:
     return shares or "auto" in (
         spec.policy.activation_checkpointing,
         spec.policy.train_mb_tokens,
+        spec.policy.shared_prompts,
         generation.backend,
         generation.max_batch_size,
     )
@@ -285,7 +287,7 @@ def is_open(spec: RunSpec) -> bool:
 
 def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
     """Return the spec with values for `auto` (policy.generation.backend and max_batch_size, policy.train_mb_tokens,
-    policy.activation_checkpointing) and vLLM's share of a GPU of the learner; a sentence for each replaced key. The
+    policy.activation_checkpointing, policy.shared_prompts) and vLLM's share of a GPU of the learner; a sentence for each replaced key. The
     choice is the first of none, selective and full with which the usual 8,192 tokens fit (or the longest sequence,
     if that is more), then the largest power of two of tokens that fits. If the model's sizes or the room are
     unknown, the choice is full and 8,192. `has_vllm`: vLLM is installed where the run samples."""
@@ -300,7 +302,8 @@ def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bo
         share = max(LEAST_SHARE, int(100 * (1 - learner / room.gpu_bytes) - 100 * SPARE_SHARE) / 100)
         spec = with_keys(spec, {SHARE_KEY: min(share, VLLM_SHARE)})
         chosen.append(f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: the rest of a GPU shared with the learner")
-    return spec, notes + chosen
+    spec, unshared = _with_shared_prompts(spec)
+    return spec, notes + chosen + unshared
 
 
 def with_engine(spec: RunSpec, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
@@ -325,6 +328,14 @@ def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
         why = "on GPUs" if backend == "vllm" else "vLLM is not installed on this machine; pip install 'paceline[vllm]'"
         notes = [f"policy.generation.backend is {backend}: auto, {why}"]
     return with_keys(spec, {"policy.generation.backend": backend}), notes
+
+
+def _with_shared_prompts(spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    if spec.policy.shared_prompts != "auto":
+        return spec, []
+    on_gpu = on_gpus(spec)[0]
+    notes = [UNSHARED] if on_gpu and spec.samples else []
+    return with_keys(spec, {"policy.shared_prompts": not on_gpu}), notes
 
 
 def _lacks_share(spec: RunSpec) -> bool:

@@ -118,6 +118,15 @@ def spec_from_yaml(text: str) -> RunSpec:
 
 
 def _tree_of(text: str) -> dict[str, Any]:
+    """Return the sections of an accepted run. A run without policy.shared_prompts was recorded before there was such a
+    setting, and its sums repeat only in rows that share nothing."""
+    tree = _yaml_of(text)
+    if isinstance(policy := tree.get("policy"), dict):
+        policy.setdefault("shared_prompts", False)
+    return tree
+
+
+def _yaml_of(text: str) -> dict[str, Any]:
     try:
         tree = yaml.load(text, bounded_yaml.StepwiseLoader)
     except yaml.YAMLError as error:

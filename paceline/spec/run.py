@@ -117,6 +117,13 @@ class RunSpec(Section):
         return self.algorithm_section.samples
 
     @property
+    def completions_per_prompt(self) -> int:
+        """Return the number of completions of a group whose prompt the learner computes once: 1 if it shares none. An
+        episode has further tokens of the environment, which count like a prompt's, so its groups count as unshared."""
+        shares = self.policy.shares_prompts and self.samples and not self.environment.is_used
+        return self.grpo.num_generations_per_prompt if shares else 1
+
+    @property
     def examples(self) -> ExamplesSection | None:
         """The section of an algorithm that trains on examples of a data set; None if the algorithm samples."""
         section = self.algorithm_section

@@ -80,10 +80,10 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
     )
 
 
-def read_part(ledger: Ledger, run_id: str, step: int, rank: int, world_size: int) -> list[Group]:
+def read_part(ledger: Ledger, plan: ReplayPlan, step: int, rank: int, world_size: int) -> list[Group]:
     """Return the groups that a rank of `world_size` trains in a step, scored. Raises Conflict for a changed group."""
-    groups = []
-    for row in split_batch(ledger.db, run_id, step, world_size)[rank]:
+    groups, run_id = [], plan.run_id
+    for row in split_batch(ledger.db, run_id, step, world_size, plan.spec.completions_per_prompt)[rank]:
         payload = ledger.payload(run_id, row["group_id"])
         assert payload is not None, "plan_replay has checked the arrays"
         rewards = np.frombuffer(row["rewards"], "<f4").tolist()

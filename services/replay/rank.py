@@ -65,7 +65,7 @@ def replay(
     def part(step: int) -> list[TrainingSample]:
         if examples is not None:
             return examples.of_step(step, rank, world_size)
-        return sequences_from_groups(read_part(ledger, run_id, step, rank, world_size), spec)
+        return sequences_from_groups(read_part(ledger, plan, step, rank, world_size), spec)
 
     for step in range(start, end):
         metrics = trainer.train_step(part(step), step)

@@ -29,6 +29,7 @@ def folder(cluster: LocalCluster, make_spec: MakeSpec, gated: Callable[[int], tu
     with Client(cluster.address) as client:
         spec = make_spec(
             rewards=[reward],
+            grpo={"num_generations_per_prompt": 8},  # shares its prompts of five tokens
             checkpointing={"save_period": 4, "keep_top_k": 10},
             policy={"num_updates_per_step": 2, "scheduler": {"name": "linear", "warmup_steps": 2}},
         )
@@ -65,8 +66,10 @@ def test_a_replay_reaches_the_weights_of_the_run_bit_for_bit(folder: Path, tmp_p
     assert facts["compared_with"].endswith("-12")
     assert facts["identical"] is True, facts
     assert facts["equal_losses"] == 12 - start
-    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(start, 12))
+    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(start, 12))
+    assert "shared_prompts: true" in (folder / "spec.yaml").read_text()
+    assert all(step["computed_tokens"] < step["row_tokens"] for step in steps)
 
 
 def test_another_objective_on_the_same_batches_reaches_other_weights(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from loaded_models import differing, save_model
 from mesh_cases import CASES, batch_of, save_models
 from tiny_policy import CPU, make_batch, make_spec, run_case
 
-from paceline.learner.batch.samples import SequenceLayout
+from paceline.learner.batch.samples import SequenceLayout, SharedPrompt
 from paceline.learner.checkpoints import checkpoint
 from paceline.learner.model.attention import packed_attention
 from paceline.learner.model.logprobs import chunked_logprobs
@@ -71,8 +71,11 @@ def test_a_setting_in_16_bits_stays_near(name: str, model: str, models: Path, de
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("key_value_heads", [4, 2])
-def test_flash_attention_is_that_of_the_runs(window: int | None, key_value_heads: int, device: torch.device) -> None:
-    layout = SequenceLayout.of([17, 9, 9, 3], device)
+@pytest.mark.parametrize("shared", [(), (SharedPrompt(0, 17, (9, 0, 9)),)], ids=["apart", "shared"])
+def test_flash_attention_is_that_of_the_runs(
+    shared: tuple[SharedPrompt, ...], window: int | None, key_value_heads: int, device: torch.device
+) -> None:
+    layout = SequenceLayout.of([17, 9, 9, 3], device, shared)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, 38, 64, generator=generator).bfloat16().to(device)

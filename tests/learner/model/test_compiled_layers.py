@@ -37,6 +37,12 @@ def test_padding_is_a_sequence_by_itself_that_nothing_reads() -> None:
     assert padded_row(full) is full
 
 
+def shared_row() -> PackedBatch:
+    rng = np.random.default_rng(1)
+    prompt, *completions = (rng.integers(0, 23, n).astype(np.int32) for n in (20, 6, 3, 1))
+    return pack_samples([TrainingSample(1, prompt, each) for each in completions], CPU, share=True)
+
+
 @pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Compile by this backend, and list the graphs. `eager` finds the same graphs and runs them without generated code."""
@@ -64,7 +70,7 @@ def test_compiled_equals_plain(tmp_path: Path, graphs: list[Any], checkpointing:
     compiled = load_policy(spec.policy, CPU)
     # Rows of three padded lengths, two of the first with other sequences in them.
     counts = []
-    for packed in (row(9, 9, 4), row(ROW_MULTIPLE, 5), row(20, 1), row(60, 60, 60, 60, 60)):
+    for packed in (row(9, 9, 4), row(ROW_MULTIPLE, 5), shared_row(), row(60, 60, 60, 60, 60)):
         found = []
         for model in (plain, compiled):
             model.zero_grad()

@@ -12,6 +12,7 @@ from public_configs import PUBLIC_CONFIGS
 
 from paceline.errors import InvalidInput, SpecError
 from paceline.models.memory_plan import (
+    UNSHARED,
     Room,
     checked_plan,
     is_open,
@@ -180,6 +181,7 @@ def test_auto_chooses_the_first_setting_that_fits(gpu_gb: float, kind: str, toke
     assert said == [
         f"policy.activation_checkpointing is {kind}, chosen by auto: a GPU has room for {gpu_gb:.1f} GB",
         f"policy.train_mb_tokens is {tokens}, chosen by auto: a GPU has room for {gpu_gb:.1f} GB",
+        UNSHARED,
     ]
 
 
@@ -190,11 +192,22 @@ def test_auto_without_sizes_is_the_safe_choice() -> None:
     ):
         spec, said = planned(spec_on_gpus(gpu_gb=None, **AUTO), found, Room())
         assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 8192)
-        assert all(text.endswith(f", chosen by auto: {why}") for text in said)
+        assert all(text.endswith(f", chosen by auto: {why}") for text in said if text != UNSHARED)
     assert is_open(spec_on_gpus())
-    fixed = spec_on_gpus(generation={"max_batch_size": 256})
+    fixed = spec_on_gpus(generation={"max_batch_size": 256}, shared_prompts=True)
     assert planned(fixed, None, Room()) == (fixed, [])
     assert not is_open(fixed)
+
+
+def test_prompts_are_shared_on_cpus_unless_the_spec_decides() -> None:
+    on_cpus = with_keys(
+        spec_on_gpus(), {"cluster.gpu_gb": None, "cluster.learner_gpus": (), "cluster.rollout_gpus": ()}
+    )
+    for chosen, on_cpu, on_gpu in (("auto", True, False), (True, True, True), (False, False, False)):
+        for spec, shares in ((on_cpus, on_cpu), (spec_on_gpus(8, 80), on_gpu)):
+            resolved, said = planned(with_keys(spec, {"policy.shared_prompts": chosen}), None, Room())
+            assert resolved.policy.shared_prompts is shares
+            assert (UNSHARED in said) == (chosen == "auto" and not shares)
 
 
 def test_one_auto_leaves_the_other_as_it_is() -> None:
@@ -269,7 +282,7 @@ def test_vllm_gets_the_rest_of_a_gpu_shared_with_the_learner() -> None:
     config = spec.policy.generation.vllm_cfg
     assert config.gpu_memory_utilization is not None
     assert 0.5 < config.gpu_memory_utilization < 0.92
-    assert said[-1].startswith(
+    assert said[-2].startswith(
         f"policy.generation.vllm_cfg.gpu_memory_utilization is {config.gpu_memory_utilization}: "
     )
     made = plan(spec, half, room)

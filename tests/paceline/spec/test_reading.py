@@ -18,6 +18,7 @@ from paceline.spec.reading import (
     spec_from_yaml,
     spec_of_run,
     spec_to_yaml,
+    submitted_spec,
 )
 
 TREE: dict[str, Any] = {
@@ -295,6 +296,17 @@ def test_a_resolved_spec_travels_unchanged() -> None:
     )
     assert spec_from_yaml(spec_to_yaml(spec)) == spec
     assert "num_prompts_per_step: 32" in spec_to_yaml(spec)
+
+
+def test_a_run_recorded_before_there_were_shared_prompts_shares_none() -> None:
+    text = spec_to_yaml(parse_spec(TREE))
+    before = text.replace("  shared_prompts: auto\n", "")
+    assert before != text
+    assert submitted_spec(before).policy.shared_prompts == "auto"
+    assert spec_from_yaml(before).policy.shared_prompts is False
+    for value in ("true", "false", "auto"):
+        stored = text.replace("shared_prompts: auto", f"shared_prompts: {value}")
+        assert spec_from_yaml(stored).policy.shares_prompts == (value == "true")
 
 
 def test_a_spec_does_not_change_once_it_is_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ CASES: dict[str, dict[str, Any]] = {
     "orpo": {"algorithm": "orpo", "sections": {"orpo": {"odds_ratio_weight": 0.5}}},
     "kto": {"algorithm": "kto", "sections": {"kto": {"undesirable_weight": 1.5}}},
     "rm": {"algorithm": "rm"},
+    "shared_prompts": {
+        "shared_prompts": True,
+        "num_updates_per_step": 2,
+        "loss_fn": {"reference_policy_kl_penalty": 0.5, "reduction": "grpo"},
+    },
 }
 
 
@@ -141,8 +147,20 @@ def make_judged_batch(kind: str) -> list[TrainingSample]:
     return batch
 
 
+def with_long_prompts(batch: list[TrainingSample]) -> list[TrainingSample]:
+    """Return the batch with 20 more tokens before each prompt, the same for a group; groups of even id have one prompt."""
+    longer, first_of = [], {}
+    for sample in batch:
+        before = np.random.default_rng(sample.group_id).integers(0, VOCABULARY, 20).astype(np.int32)
+        own = sample.prompt_ids if sample.group_id % 2 else first_of.setdefault(sample.group_id, sample.prompt_ids)
+        longer.append(replace(sample, prompt_ids=np.concatenate((before, own))))
+    return longer
+
+
 def batch_of(name: str) -> list[TrainingSample]:
     """The batch that a case trains."""
+    if name == "shared_prompts":
+        return with_long_prompts(make_batch())
     algorithm = CASES[name].get("algorithm", "grpo")
     if algorithm in ("dpo", "orpo", "kto", "rm"):
         return make_judged_batch(algorithm)

@@ -84,7 +84,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         )
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
         return exchange.refuse(request, f"step {receipt.step} has no batch")
-    parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size)
+    parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size, run.spec.completions_per_prompt)
     if wrong := _disagreement(receipt, parts[receipt.rank] if parts else None):
         message = f"the receipt of step {receipt.step} does not agree with the batch: {wrong}"
         session_faults.record(
@@ -134,7 +134,8 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     reply, payloads = part.reply, part.payloads
     reply.batch.chain = batch["chain"]
     reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
-    for group in exchange.splits.get(run.run_id, body.step, body.world_size)[body.rank]:
+    parts = exchange.splits.get(run.run_id, body.step, body.world_size, run.spec.completions_per_prompt)
+    for group in parts[body.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
             return exchange.refuse(

@@ -117,7 +117,7 @@ def _possible_causes(
     unknown, all groups of the batch. The longest come first if memory may be the cause."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
-        parts = exchange.splits.get(run.run_id, fault.step, world_size)
+        parts = exchange.splits.get(run.run_id, fault.step, world_size, run.spec.completions_per_prompt)
         groups = parts[rank] if parts else []
     groups = groups or exchange.group_queries.of_step(run.run_id, fault.step)
     if fault.kind in (MEMORY, SILENT):

@@ -78,12 +78,14 @@ MAX_SPLITS = 8
 Split = list[list[sqlite3.Row]]
 
 
-def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int) -> Split:
-    """Return the batch of `step` split over the ranks; empty for a run without batches."""
+def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int, sharing: int = 1) -> Split:
+    """Return the batch of `step` split over the ranks; empty for a run without batches. `sharing`: number of completions
+    whose prompt the learner computes once (`RunSpec.completions_per_prompt`)."""
     groups = GroupQueries(db).of_step(run_id, step)
     if not groups:
         return []
-    parts = balance([group["sequence_tokens"] for group in groups], world_size)
+    of_groups = [(group["tokens"], group["sequence_tokens"]) for group in groups]
+    parts = balance([own + (with_prompts - own) // sharing for own, with_prompts in of_groups], world_size)
     return [[groups[index] for index in part] for part in parts]
 
 
@@ -94,9 +96,9 @@ class Splits:
         self._batches = Batches(db)
         self._split = functools.lru_cache(MAX_SPLITS)(lambda chain, *of_step: split_batch(db, *of_step))
 
-    def get(self, run_id: str, step: int, world_size: int) -> Split:
+    def get(self, run_id: str, step: int, world_size: int, sharing: int) -> Split:
         batch = self._batches.get(run_id, step)
-        return [] if batch is None else self._split(batch["chain"], run_id, step, world_size)
+        return [] if batch is None else self._split(batch["chain"], run_id, step, world_size, sharing)
 
 
 def balance(tokens: list[int], world_size: int) -> list[list[int]]:

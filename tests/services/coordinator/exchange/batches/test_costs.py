@@ -83,6 +83,20 @@ def test_a_batch_is_split_once_for_all_parts_and_receipts(large: World, monkeypa
     assert splits == [32]
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_shared_prompt_counts_once_in_the_split(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    found, balance = [], batches.balance
+    monkeypatch.setattr(batches, "balance", lambda tokens, ranks: (found.append(tokens), balance(tokens, ranks))[1])
+    world = make_world(policy={"model_name": "m", "shared_prompts": shares})
+    fill(Rollout(world), Reward(world), 2)
+    assert Learner(world).part(0, 0) is not None
+    rows = [world.group(group_id) for group_id in range(2)]
+    assert all(row["sequence_tokens"] == row["tokens"] + 2 * 3 for row in rows)
+    assert found == [[row["tokens"] + (3 if shares else 2 * 3) for row in rows]]
+
+
 def test_splits_that_are_kept_are_bounded(large: World) -> None:
     session = large.new_session()
     for world_size in range(1, 4 * batches.MAX_SPLITS):
