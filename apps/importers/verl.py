@@ -41,6 +41,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 Paceline's; they are written even if the configuration leaves them out."""
 EPOCHS = {"grpo": 30, "sft": 4}
 """verl's trainer.total_epochs, if trainer.total_training_steps is not set."""
+WHOLE = ("data.video_key", "actor_rollout_ref.hybrid_engine")
+"""Settings of which every full configuration has one: there `data.image_key` is only the default."""
 ADAPTER = "verl_rewards.py"
 OWN = '''"""The reward function of {file}, with the signature that Paceline calls."""
 
@@ -226,7 +228,7 @@ def _trainer(done: Conversion) -> None:
 
 
 def _data(done: Conversion) -> None:
-    if done.settings.get("data.image_key") and "data.video_key" not in done.settings:  # a full configuration has both
+    if done.settings.get("data.image_key") and done.settings.keys().isdisjoint(WHOLE):
         raise SpecError(f"data.image_key {done.settings['data.image_key']!r}: samples with images cannot be trained")
     if arguments := done.take_below("data.apply_chat_template_kwargs."):
         done.put("data.chat_template_kwargs", arguments)

@@ -233,8 +233,10 @@ def for_submitter(text: str, spec: RunSpec, local: RunSpec, root: Path | None, *
     names = [name for name in names if "://" in name or glob.has_magic(name) or os.path.exists(name)]  # not of the hub
     names += map(file_of, code_paths(local).values())
     others = [name for name in names if root is None or not Path(name).is_relative_to(root)]
+    named = [split_glob(name)[0] for name in others]
+    named += [os.path.realpath(os.path.expanduser(name)) for name in named if "://" not in name]  # as they are opened
     is_bundled = root is not None and str(root) in text
-    if any(split_glob(name)[0] in text for name in others) or (is_of_data and others and not is_bundled):
+    if any(name in text for name in named) or (is_of_data and others and not is_bundled):
         known, paths = spec_to_yaml(spec), "\n".join(names)
         folders = tuple(split_glob(name)[0] for names in data_names(spec).values() for name in names)
         text = without_quotations(

@@ -114,8 +114,8 @@ def without_token(path: Path | None = None) -> Metadata:
 
     raise local_error(
         "UNAUTHENTICATED",
-        f"this process has no token, because the file {(path or token_path()).resolve()} is missing, empty or unreadable, "
-        "so the server cannot prove itself, and nothing was sent. Give the file of the coordinator's token with --token-file or "
+        f"this process has no token, because the file {(path or token_path()).resolve()} is missing, empty, unreadable or "
+        "no regular file, so the server cannot prove itself, and nothing was sent. Give the file of the coordinator's token with --token-file or "
         f"{VARIABLE}; if no coordinator runs yet, start one with `paceline up` or `paceline serve coordinator`",
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def check_model_here(name: str, field: str) -> None:
     """Check a model at a path on this machine as far as its files tell; nothing for any other name. Raises
     InvalidInput."""
     path = Path(name).expanduser()
-    if not path.exists():
+    if not os.access(path, os.R_OK):  # not here, or not for this user: the workers judge it
         return
     config = None
     with contextlib.suppress(OSError, ValueError, RecursionError):

@@ -272,6 +272,9 @@ class LocalCluster:
         """End all services: first the workers, which return their leases, and the learner, which writes a checkpoint,
         then the coordinator, which receives both. A service that needs longer than its grace is killed."""
         if self._fork_server is not None:
+            for service in (service for role in WORKERS for service in self._services[role]):
+                if service.pid is None:
+                    service.start_no_more()
             self._fork_server.close()
         for roles in ((*READERS, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
@@ -296,6 +299,11 @@ class LocalCluster:
         for service in services:
             service.wait_ended(max(0.1, allowed_s - (time.monotonic() - started_s)))
 
+    def _gains_by_fork(self, role: str) -> bool:
+        """Return whether a service imports torch itself; several ranks of a learner are processes of their own."""
+        is_launcher = role == "learner" and self.cluster.learner_ranks > 1
+        return role in WORKERS and role not in self._launchers and not is_launcher
+
     def _add(self, role: str, command: list[str], max_deaths: int | None) -> Service:
         services, index = self._services[role], self._free_index(role)
         name = role if role in ("coordinator", *READERS) else f"{role}-{index}"
@@ -309,7 +317,7 @@ class LocalCluster:
             self._give_up,
             max_deaths,
             self.coordinator_backoff_s if role == "coordinator" else MAX_BACKOFF_S,
-            self._fork_server if role in WORKERS and role not in self._launchers else None,
+            self._fork_server if self._gains_by_fork(role) else None,
         )
         services[index : index + 1] = [service]
         service.start()

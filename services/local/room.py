@@ -70,8 +70,11 @@ def imports_of(specs: Sequence[RunSpec], sizes: ClusterSection) -> list[str]:
     if any(spec.samples and spec.policy.generation.backend == "vllm" for spec in specs):
         return []
     roles = [role for role in ("reward", "environment", "rollout") if getattr(sizes, f"{role}_workers")]
-    modules = [f"paceline.services.{role}.main" for role in (*roles, "learner")]
-    modules += ["paceline.services.learner.rank", "paceline.services.learner.training.run"]
+    modules = [f"paceline.services.{role}.main" for role in roles]
+    if sizes.learner_ranks == 1:
+        modules += [f"paceline.services.learner.{name}" for name in ("main", "rank", "training.run")]
+    if not modules:
+        return []
     modules += ["paceline.rollout.native.engine"] if "rollout" in roles else []
     kinds = [str((read_config(spec.policy.model_name) or {}).get("model_type")) for spec in specs]
     modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in kinds if MODEL_TYPE.fullmatch(kind)]

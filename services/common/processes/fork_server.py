@@ -105,10 +105,11 @@ class ForkServer:
 
     def fork(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked | None:
         """Start `command` as a child of this process that writes to `log`; return None if that needs a plain start:
-        another program or environment, or no fork server."""
+        another program or environment, or no fork server. The service has the folder in which the fork server was
+        started."""
         if list(command[:2]) != [sys.executable, "-m"] or environment != self._environment:
             return None
-        request = {"name": name, "command": list(command), "folder": os.getcwd(), "starter": os.getpid()}
+        request = {"name": name, "command": list(command), "starter": os.getpid()}
         with self._lock:
             if not self._is_ready or self._is_closed:
                 return None
@@ -206,7 +207,6 @@ def _become_service(channel_fd: int, log_fd: int) -> None:
         if not _is_wanted(channel):
             os._exit(1)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-    os.chdir(request["folder"])
     _, _, module, *arguments = request["command"]
     _set_names(request["name"], request["command"])
     sys.modules["numpy"].random.seed()  # all forks have one state; that of `random` changes by itself

@@ -223,6 +223,10 @@ class Service:
             if not self._goes_on(how, death, lines) or self._stopping.wait(self._policy.pause_s):
                 return
 
+    def start_no_more(self) -> None:
+        """Start no further life; the child goes on until `terminate`."""
+        self._stopping.set()
+
     def _live_once(self) -> int | None:
         """Run one life of the child until it is reaped; return its code, or None if `terminate` came before the start."""
         if self._fork_server is not None:

@@ -108,6 +108,7 @@ def test_a_length_penalty_is_a_reward(section: str) -> None:
 def test_samples_with_images_are_refused_by_name() -> None:
     with pytest.raises(SpecError, match=r"data\.image_key 'images': samples with images cannot be trained"):
         convert({"data.image_key": "images"})
+    convert({"data.image_key": "images", "actor_rollout_ref.hybrid_engine": True})  # a full configuration of 2025
     composed = convert({"data.image_key": "images", "data.video_key": "videos"})
     assert any(line.startswith("data.image_key") for line in composed.left_out), "a default of every configuration"
 

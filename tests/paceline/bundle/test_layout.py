@@ -110,3 +110,6 @@ def test_a_message_that_is_not_of_data_keeps_its_quotations(tmp_path: Path) -> N
     assert for_submitter(said, spec, spec, None) == "reward function 'length' needs (not shown)"
     named = f"{tmp_path}/d.jsonl has 'a secret'"
     assert for_submitter(named, spec, spec, None, is_of_data=False) == f"{tmp_path}/d.jsonl has (not shown)"
+    tree["data"]["train"] = f"{tmp_path}/./d.jsonl"  # is opened by its real path, which a message names
+    other = RunSpec.model_validate(tree)
+    assert "a secret" not in for_submitter(named, other, other, None, is_of_data=False)

@@ -48,6 +48,8 @@ def test_modules_of_the_services_and_the_model_are_imported_once_for_all(tmp_pat
     assert len(set(modules)) == len(modules)
     assert {"paceline.services.rollout.main", "transformers.models.qwen3.modeling_qwen3"} < set(modules)
     assert "paceline.services.environment.main" not in modules
+    ranks = make(policy={"model_name": str(tmp_path)}, cluster={"learner_ranks": 2})
+    assert not [name for name in imports_of([ranks], sizes_for([ranks])) if ".learner." in name]
     (tmp_path / "config.json").write_text('{"model_type": "../os"}')
     assert not [name for name in imports_of([spec], sizes_for([spec])) if name.startswith("transformers")]
     assert imports_of([make(policy={"model_name": "none", "generation": {"backend": "vllm"}})], sizes_for([spec])) == []

@@ -200,6 +200,15 @@ def test_services_go_on_without_their_fork_server(start: Callable[..., Starter])
     assert line.startswith("services start without the fork server, some seconds later: ")
 
 
+def test_a_service_starts_in_a_folder_that_is_gone(start: Callable[..., Starter], tmp_path: Path) -> None:
+    starter = start("preloaded")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    starter(f"os.chdir({str(gone)!r})")
+    gone.rmdir()
+    assert starter.facts("a")["own"]["preloaded_by"] == starter("server.pid")
+
+
 def test_a_process_with_threads_does_not_fork(start: Callable[..., Starter]) -> None:
     starter = start("preloaded", "threaded")
     assert starter.facts("a")["own"]["preloaded_by"] is None
