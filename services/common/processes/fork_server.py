@@ -36,8 +36,8 @@ from paceline.services.common.processes.tether import tethered
 from paceline.user_code.left_over import adopt, reaped, starting
 
 MODULE = "paceline.services.common.processes.fork_server"
-IMPORT_S, FORK_S = 300.0, 20.0
-"""Longest time in seconds for the imports, and for one fork."""
+SAY_AFTER_S, IMPORT_S, FORK_S = 3.0, 300.0, 20.0
+"""Time in seconds after which imports are mentioned; longest time for the imports, and for one fork."""
 REQUEST_BYTES = 1 << 20
 """Largest request; the kernel's limit for one message is lower."""
 BLAS_VARIABLE = "OPENBLAS_NUM_THREADS"
@@ -65,7 +65,7 @@ class ForkServer:
         self, environment: Mapping[str, str], log_path: Path, modules: Sequence[str], say: Callable[[str], None]
     ):
         """Start importing `modules` without waiting. Services get `environment`, and `log_path` has the output of the
-        imports. `say` gets one line if the fork server cannot be used any more."""
+        imports. `say` gets one line if the imports take long, and one if the fork server cannot be used any more."""
         adopt()
         self._environment = dict(environment)
         self._log_path = log_path
@@ -96,8 +96,14 @@ class ForkServer:
             if self._is_ready or self._is_closed:
                 return
             try:
-                self._control.settimeout(IMPORT_S)
-                if self._control.recv(len(READY)) != READY:
+                self._control.settimeout(SAY_AFTER_S)
+                try:
+                    answer = self._control.recv(len(READY))
+                except TimeoutError:
+                    self._say("the services wait for the imports of torch and transformers")
+                    self._control.settimeout(IMPORT_S)
+                    answer = self._control.recv(len(READY))
+                if answer != READY:
                     raise ConnectionError("it ended during the imports")
                 self._is_ready = True
             except OSError as error:

@@ -31,6 +31,7 @@ def start(name, *arguments, forked=True):
     services[name] = Service(name, command, dict(os.environ), log, said.append, print, fork_server=server if forked else None)
     services[name].start()
 
+fork_server.SAY_AFTER_S = 300.0
 folder, said, services = Path(sys.argv[1]), [], {}
 server = fork_server.ForkServer(dict(os.environ), folder / "fork-server.log", sys.argv[2:], said.append)
 for line in sys.stdin:
@@ -207,6 +208,13 @@ def test_a_service_starts_in_a_folder_that_is_gone(start: Callable[..., Starter]
     starter(f"os.chdir({str(gone)!r})")
     gone.rmdir()
     assert starter.facts("a")["own"]["preloaded_by"] == starter("server.pid")
+
+
+def test_long_imports_are_mentioned(start: Callable[..., Starter]) -> None:
+    starter = start("preloaded")
+    starter("setattr(fork_server, 'SAY_AFTER_S', 1e-6)")
+    assert starter.facts("a")["own"]["preloaded_by"] == starter("server.pid")
+    assert starter("said") == ["the services wait for the imports of torch and transformers"]
 
 
 def test_a_process_with_threads_does_not_fork(start: Callable[..., Starter]) -> None:
