@@ -311,19 +311,25 @@ class PackedBatch:
 
 
 MIN_SAVED_TOKENS, MIN_SAVED_SHARE = 16, 1 / 16
-"""A prompt is shared if this saves at least so many tokens, and such a share of the sequences' tokens: it takes two more
-calls of attention in each layer, and equal lengths of several groups are no longer neighbours."""
+"""A prompt is shared if this saves at least so many tokens, and such a share of as many sequences of the shortest one's
+length: it takes two more calls of attention in each layer, and equal lengths of several groups are no longer neighbours.
+A further sequence never ends the sharing, so that a row takes no more tokens than its parts were counted with."""
 
 
-def shared_tokens(sequences: Sequence[TrainingSample]) -> int:
-    """Return the number of tokens with which all prompts of a group's sequences begin; 0 if sharing does not pay."""
-    prompts = [sequence.prompt_ids for sequence in sequences]
+def shared_tokens(sequences: Sequence[TrainingSample], known: int | None = None) -> int:
+    """Return the number of tokens with which all prompts of a group's sequences begin, or of these the `known` number;
+    0 if sharing does not pay."""
+    length = _equal_tokens([sequence.prompt_ids for sequence in sequences]) if known is None else known
+    saved, shortest = (len(sequences) - 1) * length, min(sequence.num_row_tokens for sequence in sequences)
+    return length if saved >= max(MIN_SAVED_TOKENS, MIN_SAVED_SHARE * len(sequences) * shortest) else 0
+
+
+def _equal_tokens(prompts: Sequence[np.ndarray]) -> int:
     length = min(map(len, prompts))
     for prompt in prompts[1:]:
         differ = np.flatnonzero(prompt[:length] != prompts[0][:length])
         length = int(differ[0]) if len(differ) else length
-    saved, tokens = (len(prompts) - 1) * length, sum(sequence.num_row_tokens for sequence in sequences)
-    return length if saved >= max(MIN_SAVED_TOKENS, MIN_SAVED_SHARE * tokens) else 0
+    return length
 
 
 class _Row:

@@ -76,8 +76,7 @@ class _SharedAttention(torch.autograd.Function):
         out_THD = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
         out = out_THD.transpose(0, 1)[None]
         lse_HT = q.new_empty(q.shape[1:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        parts = list(_parts(layout, window, q))
-        for part in parts:
+        for part in _parts(layout, window, q):
             result, lse = _forward(
                 *part.of(q, k, v), is_causal=part.mask is None and not part.is_prompt, attn_mask=part.mask, scale=scale
             )
@@ -93,7 +92,7 @@ class _SharedAttention(torch.autograd.Function):
             own_HT, lse_HT = lse_HT, torch.logaddexp(lse_HT, sinks_H[:, None].to(lse_HT.dtype))
             out_THD *= (own_HT - lse_HT).exp().T[..., None]
         ctx.save_for_backward(q, k, v, sinks_H, out_THD, lse_HT)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.layout, ctx.window, ctx.scale = layout, window, scale  # the masks are made again, because they are large
         return out_THD
 
     @staticmethod
@@ -102,7 +101,7 @@ class _SharedAttention(torch.autograd.Function):
         (grad_THD,) = grads
         grad, out = (x.transpose(0, 1)[None] for x in (grad_THD, out_THD))
         arrays = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
-        for part in ctx.parts:
+        for part in _parts(ctx.layout, ctx.window, q):
             of_part = _backward(
                 part.asked(grad),
                 *part.of(q, k, v),

@@ -111,7 +111,7 @@ def plan_updates(
     parts: Sequence[Sequence[int]]
     parts = [range(len(batch))] if num_updates == 1 else _update_indices(batch, num_updates, device)
     policy, whole = spec.policy, objective.keeps_prompts_whole
-    units_U = [units_of(batch, part, policy, whole=whole) for part in parts]
+    units_U = [best_units(batch, part, policy, whole=whole) for part in parts]
     indices_UM = [pack_units(units, policy.row_tokens) for units in units_U]
     sizes_U2 = [
         (len(m), max((batch[i].num_row_tokens for i in p), default=0)) for p, m in zip(parts, indices_UM, strict=True)
@@ -226,12 +226,33 @@ class Unit:
     """(count, length) of sequences that would cost as much (`SequenceLayout.costed_runs`)."""
 
 
-def units_of(
+PARTS_OF_A_ROW = (1, 2, 4)
+"""Largest units that are tried, as the number that fills a row: smaller ones leave less of a row empty, but repeat their
+prompt more often."""
+
+
+def best_units(
     batch: Sequence[TrainingSample], part: Sequence[int], policy: PolicySection, *, whole: bool = False
 ) -> list[Unit]:
+    """Return the units of the sequences with indices `part` (`units_of`), of the size that makes the fewest passes of
+    this rank, and of several such sizes the one with the fewest tokens."""
+    if whole or not policy.shares_prompts:
+        return units_of(batch, part, policy, whole=whole)
+    tried = [units_of(batch, part, policy, row_tokens=policy.row_tokens // n) for n in PARTS_OF_A_ROW]
+    return min(tried, key=lambda units: (len(pack_units(units, policy.row_tokens)), sum(u.tokens for u in units)))
+
+
+def units_of(
+    batch: Sequence[TrainingSample],
+    part: Sequence[int],
+    policy: PolicySection,
+    *,
+    whole: bool = False,
+    row_tokens: int | None = None,
+) -> list[Unit]:
     """Return the units of the sequences with indices `part` that have tokens. With `whole`, a prompt's sequences are
-    one unit, in their order. A unit that shares a prompt and has more tokens than a row is divided, each part with
-    the prompt; sequences that share nothing are single units."""
+    one unit, in their order. A unit that shares a prompt and has more than `row_tokens` (default: the budget of a row)
+    is divided, each part with the prompt; sequences that share nothing are single units."""
     by_prompt: dict[int, list[int]] = {}
     for index in part:
         if batch[index].num_row_tokens:
@@ -240,12 +261,14 @@ def units_of(
     for members in by_prompt.values():
         length_of = {i: batch[i].num_row_tokens for i in members}
         num_shared = shared_tokens([batch[i] for i in members]) if policy.shares_prompts else 0
-        divided = _divided(length_of, num_shared, policy.row_tokens) if num_shared and not whole else [members]
+        divided = [members]
+        if num_shared and not whole:
+            divided = _divided(length_of, num_shared, row_tokens or policy.row_tokens)
         for indices in divided:
-            if len(divided) > 1:
-                num_shared = shared_tokens([batch[i] for i in indices])
-            if whole or num_shared:
-                units.append(_unit(indices, length_of, num_shared))
+            # A part counts no more than the group's prompt: two parts that meet in a row share only that.
+            of_part = shared_tokens([batch[i] for i in indices], known=num_shared)
+            if whole or of_part:
+                units.append(_unit(indices, length_of, of_part))
             else:
                 units += [_unit([i], length_of, 0) for i in indices]
     return sorted(units, key=lambda unit: unit.indices)

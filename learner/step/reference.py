@@ -27,7 +27,7 @@ from paceline.learner.model.adapter import adapter_off
 from paceline.learner.model.policy import load_reference, packed_logprobs
 from paceline.learner.objectives.corrections import m2_limit_of, second_moments
 from paceline.learner.objectives.examples import ExampleSource, RowPair
-from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given, pack_units, units_of
+from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, best_units, given, pack_units
 from paceline.spec import PolicySection, RunSpec
 
 BLOCK_ROWS = 1024
@@ -171,7 +171,7 @@ def _passes(
     reference: LocalReference, samples: list[TrainingSample], policy: PolicySection, device: torch.device
 ) -> Iterator[tuple[Sequence[int], PackedBatch, Tensor]]:
     """Yield (indices of samples, their batch, [N] log π_ref) of each pass; every rank makes equally many passes."""
-    micro_batches = pack_units(units_of(samples, range(len(samples)), policy), policy.row_tokens)
+    micro_batches = pack_units(best_units(samples, range(len(samples)), policy), policy.row_tokens)
     passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=device)).item())
     for i in range(passes):
         indices = micro_batches[i] if i < len(micro_batches) else ()

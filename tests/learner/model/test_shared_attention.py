@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiny_policy import CPU, make_spec
 from torch import Tensor
 
 from paceline.learner.batch.samples import SequenceLayout, SharedPrompt, TrainingSample, pack_samples
-from paceline.learner.model import attention
+from paceline.learner.model import attention, shared_attention
 from paceline.learner.model.attention import packed_attention
 from paceline.learner.model.policy import load_policy, packed_logprobs, padded_row
 
@@ -71,6 +72,25 @@ def test_a_completion_attends_to_its_prompt_and_itself(
     found = torch.autograd.grad(out, inputs, slopes)
     for gradient, exact in zip(found, torch.autograd.grad(expected, inputs, slopes), strict=True):
         torch.testing.assert_close(gradient, exact, rtol=1e-11, atol=1e-11)
+
+
+def test_no_mask_lives_until_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[weakref.ref[Tensor]] = []
+    added = shared_attention._added
+
+    def followed(attends: Tensor, like: Tensor) -> Tensor:
+        mask = added(attends, like)
+        masks.append(weakref.ref(mask))
+        return mask
+
+    monkeypatch.setattr(shared_attention, "_added", followed)
+    q, k, v, _ = arrays(torch.float64, 2)
+    out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, layout=LAYOUT, scaling=0.3, sliding_window=3)
+    assert masks
+    assert all(mask() is None for mask in masks)
+    made = len(masks)
+    out.sum().backward()
+    assert len(masks) == 2 * made
 
 
 def test_bfloat16_is_rounded_once_more_at_most() -> None:

@@ -13,7 +13,7 @@ from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, run_case, w
 
 from paceline.learner.batch.samples import SharedPrompt, TrainingSample, pack_samples, shared_tokens
 from paceline.learner.model.policy import load_reference
-from paceline.learner.step.plan import Unit, pack_units, units_of
+from paceline.learner.step.plan import Unit, best_units, pack_units, units_of
 from paceline.learner.step.reference import LocalReference, _passes
 
 EVERY_CHANGE = ("ppo", "dpo_updates", "lora")
@@ -101,6 +101,49 @@ def test_a_group_larger_than_a_row_has_its_prompt_once_in_each() -> None:
     assert pack_units(units, 30) == [(6,), (1, 0, 3), (2,), (5,)]
     pairs = units_of(batch, range(len(batch)), policy, whole=True)
     assert pairs[0] == Unit((0, 1, 2, 3), 20 + 3 + 5 + 6 + 1, ((1, 23), (1, 25), (1, 26), (1, 21), (-3, 20)))
+
+
+def passes_of(batch: list[TrainingSample], budget: int, *, share: bool) -> list[tuple[int, ...]]:
+    policy = make_spec(Path("nowhere"), shared_prompts=share, train_mb_tokens=budget).policy
+    return pack_units(best_units(batch, range(len(batch)), policy), budget)
+
+
+def test_groups_of_more_than_half_a_row_take_fewer_passes_than_unshared() -> None:
+    dice = np.random.default_rng(1)
+    lengths = [[int(n) for n in dice.integers(385, 716, 8)] for _ in range(32)]
+    batch = [sample([g] * 100, [1] * n, g) for g, of_group in enumerate(lengths) for n in of_group]
+    assert len(passes_of(batch, 8192, share=True)) < len(passes_of(batch, 8192, share=False))
+    short = [sample(P, [1] * 5, g) for g in range(3) for _ in range(4)]  # whole groups fit: no prompt is repeated
+    assert passes_of(short, 120, share=True) == [(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)]
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_no_row_has_more_tokens_than_its_budget(seed: int) -> None:
+    """Prompts of a group that differ late, lengths with a heavy tail: parts that share more, or too little to pay."""
+    dice = np.random.default_rng(seed)
+    batch = []
+    for group_id in range(60):
+        prompt = dice.integers(0, 99, 200)
+        for _ in range(12):
+            at = int(dice.choice([50, 150, 200]))
+            own = np.concatenate((prompt[:at], dice.integers(0, 99, 200 - at)))
+            batch.append(sample(own.tolist(), [1] * min(int(dice.pareto(1.2) * 60) + 1, 800), group_id))
+    for indices in passes_of(batch, 1024, share=True):
+        assert pack_samples([batch[i] for i in indices], CPU, share=True).input_ids.numel() <= 1024
+
+
+def test_parts_that_meet_in_a_row_take_the_tokens_they_were_counted_with() -> None:
+    common, late = [*range(20)], [*range(20), *[7] * 60]
+    batch = [sample(late, [1] * 20) for _ in range(4)] + [sample([*common, *[8] * 60], [1] * 20) for _ in range(4)]
+    (unit, other) = units_of(batch, range(8), make_spec(Path("nowhere"), shared_prompts=True).policy, row_tokens=400)
+    assert (unit.tokens, other.tokens) == (20 + 4 * 79, 20 + 4 * 79)
+    row = pack_samples([batch[i] for i in (*unit.indices, *other.indices)], CPU, share=True)
+    assert row.input_ids.numel() <= unit.tokens + other.tokens
+
+
+def test_a_long_completion_more_does_not_end_the_sharing() -> None:
+    pair = [sample(P, [1] * 100), sample(P, [1] * 100)]
+    assert shared_tokens(pair) == shared_tokens([*pair, sample(P, [1] * 1000)]) == 20
 
 
 def test_a_precomputed_pass_shares_too(model: Path) -> None:
