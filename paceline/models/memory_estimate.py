@@ -115,6 +115,8 @@ def estimate(
             * key_value_bytes(shape, generation),
         }
     at_the_head = _activation_bytes(policy, shape, tokens, compute)
+    if on_gpu:
+        at_the_head += _copied_prompt_bytes(spec, shape, tokens, compute)
     # Gradients of the embedding in addition to earlier micro-batches': the head's at the start, the lookup's at the
     # end.
     embedding = 0 if is_sharded or lora.enabled else compute * shape.embedding
@@ -159,6 +161,17 @@ def _activation_bytes(policy: PolicySection, shape: ModelShape, tokens: int, com
     kept += 3 * 4 * shape.hidden  # the last hidden states, those that predict, and their gradient
     tile = 4 * min(policy.logprob_chunk_tokens, tokens) * min(shape.vocabulary, HEAD_TILE)
     return tokens * kept + max(HEAD_COPIES * tile, tokens * backward)
+
+
+def _copied_prompt_bytes(spec: RunSpec, shape: ModelShape, tokens: int, compute: int) -> int:
+    """Return the most bytes of the copies of shared prompts before each further completion on a GPU: keys and values,
+    and in float32, without flash attention, queries and results too. Each layer that is kept or recomputed has them,
+    and one their gradient."""
+    completions = spec.completions_per_prompt
+    prompts = min(tokens, -(-tokens_of_update(spec) // completions))
+    layers = 1 + (shape.layers if spec.policy.activation_checkpointing == "none" else 1)
+    width = 2 * shape.key_value if compute < DTYPE_BYTES["float32"] else _heads_width(shape)
+    return (completions - 1) * prompts * layers * width * compute
 
 
 def _heap_waste(shape: ModelShape, tokens: int, compute: int) -> int:

@@ -268,7 +268,10 @@ AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)
 """Sizes in tokens of the micro-batches among which `auto` chooses. Larger micro-batches would make a GPU no faster."""
 USUAL_TOKENS = 8_192
 """Usual tokens of a micro-batch: `auto` keeps more activations only if a micro-batch of this size fits with them."""
-UNSHARED = "policy.shared_prompts is false, chosen by auto: on GPUs it is not measured yet; true shares them there too"
+UNSHARED = (
+    "policy.shared_prompts is false, chosen by auto: the learner is not known to run on CPUs, and on GPUs it is not "
+    "measured yet; true shares them anywhere"
+)
 log = logging.getLogger(__name__)
 
 
@@ -287,10 +290,11 @@ def is_open(spec: RunSpec) -> bool:
 
 def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
     """Return the spec with values for `auto` (policy.generation.backend and max_batch_size, policy.train_mb_tokens,
-    policy.activation_checkpointing, policy.shared_prompts) and vLLM's share of a GPU of the learner; a sentence for each replaced key. The
-    choice is the first of none, selective and full with which the usual 8,192 tokens fit (or the longest sequence,
-    if that is more), then the largest power of two of tokens that fits. If the model's sizes or the room are
-    unknown, the choice is full and 8,192. `has_vllm`: vLLM is installed where the run samples."""
+    policy.activation_checkpointing, policy.shared_prompts) and vLLM's share of a GPU of the learner; a sentence for
+    each replaced key. The choice is the first of none, selective and full with which the usual 8,192 tokens fit (or
+    the longest sequence, if that is more), then the largest power of two of tokens that fits. If the model's sizes or
+    the room are unknown, the choice is full and 8,192. Prompts are shared if the learner is known to run on CPUs.
+    `has_vllm`: vLLM is installed where the run samples."""
     room = with_gpu_size(spec, room)
     spec, notes = with_engine(spec, has_vllm=has_vllm)
     shares = spec.policy.generation.backend == "vllm" and _lacks_share(spec)
@@ -302,7 +306,7 @@ def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bo
         share = max(LEAST_SHARE, int(100 * (1 - learner / room.gpu_bytes) - 100 * SPARE_SHARE) / 100)
         spec = with_keys(spec, {SHARE_KEY: min(share, VLLM_SHARE)})
         chosen.append(f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: the rest of a GPU shared with the learner")
-    spec, unshared = _with_shared_prompts(spec)
+    spec, unshared = _with_shared_prompts(spec, room)
     return spec, notes + chosen + unshared
 
 
@@ -330,12 +334,13 @@ def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
     return with_keys(spec, {"policy.generation.backend": backend}), notes
 
 
-def _with_shared_prompts(spec: RunSpec) -> tuple[RunSpec, list[str]]:
+def _with_shared_prompts(spec: RunSpec, room: Room) -> tuple[RunSpec, list[str]]:
     if spec.policy.shared_prompts != "auto":
         return spec, []
-    on_gpu = on_gpus(spec)[0]
-    notes = [UNSHARED] if on_gpu and spec.samples else []
-    return with_keys(spec, {"policy.shared_prompts": not on_gpu}), notes
+    # A spec that names no GPU may still go to learners on GPUs of other hosts.
+    on_cpus = not on_gpus(spec)[0] and (spec.cluster.device == "cpu" or room.host_bytes is not None)
+    notes = [] if on_cpus or not spec.samples else [UNSHARED]
+    return with_keys(spec, {"policy.shared_prompts": on_cpus}), notes
 
 
 def _lacks_share(spec: RunSpec) -> bool:

@@ -31,7 +31,11 @@ def folder(cluster: LocalCluster, make_spec: MakeSpec, gated: Callable[[int], tu
             rewards=[reward],
             grpo={"num_generations_per_prompt": 8},  # shares its prompts of five tokens
             checkpointing={"save_period": 4, "keep_top_k": 10},
-            policy={"num_updates_per_step": 2, "scheduler": {"name": "linear", "warmup_steps": 2}},
+            policy={
+                "num_updates_per_step": 2,
+                "scheduler": {"name": "linear", "warmup_steps": 2},
+                "shared_prompts": True,
+            },
         )
         run = client.submit(spec)
         kills, sessions, trained = list(KILL_AFTER_STEPS), 0, 0

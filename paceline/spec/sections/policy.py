@@ -270,8 +270,8 @@ class PolicySection(Section):
     """Token budget of one micro-batch; sequences are packed up to it. auto: the most that fits the memory plan, chosen
     when the run is submitted (`paceline plan`)."""
     shared_prompts: Literal["auto"] | bool = "auto"
-    """Compute a prompt once in a micro-batch for all its completions, forward and backward. auto: true on CPUs, false on
-    GPUs, where it is not measured yet; chosen when the run is submitted. docs/operate/performance.md."""
+    """Compute a prompt once in a micro-batch for all its completions, forward and backward. auto: true where the
+    learner is known to run on CPUs, else false; chosen when the run is submitted. docs/operate/performance.md."""
     num_updates_per_step: Annotated[PositiveInt, Usual(1, 64, "16 in arXiv:2503.14476")] = 1
     """Optimizer updates per batch; the batch's groups are split among them."""
     max_grad_norm: Annotated[PositiveFloat, Usual(1e-3, 1e3, "1.0 in arXiv:2005.14165")] = 1.0

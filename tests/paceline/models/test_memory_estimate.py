@@ -68,6 +68,32 @@ def test_settings_that_save_memory_are_in_the_estimate() -> None:
     assert on_gpus.sampler["weights"] == 2 * PARAMETERS
 
 
+def test_copies_of_shared_prompts_on_gpus_are_in_the_estimate() -> None:
+    shape = shape_of(HALF_BILLION)
+    assert shape is not None
+    for max_new_tokens in (32, "rest"):  # a completion may end before its limit, so a prompt is bounded by the total
+        taken = {}
+        for learner_gpus in ([], [0]):
+            for kind, precision in (("none", "bfloat16"), ("full", "bfloat16"), ("none", "float32")):
+                for share in (False, True):
+                    policy = {
+                        "shared_prompts": share,
+                        "activation_checkpointing": kind,
+                        "precision": precision,
+                        "generation": {"max_new_tokens": max_new_tokens},
+                    }
+                    cluster = {"learner_gpus": learner_gpus, "rollout_workers": 1}
+                    grpo = {"num_prompts_per_step": 32, "num_generations_per_prompt": 4}
+                    needed = estimate(spec_of(policy=policy, cluster=cluster, grpo=grpo), shape)
+                    taken[bool(learner_gpus), kind, precision, share] = needed.activations
+        copied = {key[:3]: taken[*key[:3], True] - taken[*key[:3], False] for key in taken}
+        assert not any(size for (on_gpu, *_), size in copied.items() if not on_gpu)
+        copies = 3 * 2048  # of each token of a row once more for each further completion
+        assert copied[True, "none", "bfloat16"] == copies * 25 * 2 * 128 * 2
+        assert copied[True, "full", "bfloat16"] == copies * 2 * 2 * 128 * 2
+        assert copied[True, "none", "float32"] == copies * 25 * 2 * (896 + 128) * 4
+
+
 def test_a_host_with_too_little_is_warned_of_with_numbers_and_remedies(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HALF_BILLION))
     spec = spec_of(str(tmp_path))

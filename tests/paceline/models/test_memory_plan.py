@@ -199,13 +199,19 @@ def test_auto_without_sizes_is_the_safe_choice() -> None:
     assert not is_open(fixed)
 
 
-def test_prompts_are_shared_on_cpus_unless_the_spec_decides() -> None:
-    on_cpus = with_keys(
-        spec_on_gpus(), {"cluster.gpu_gb": None, "cluster.learner_gpus": (), "cluster.rollout_gpus": ()}
-    )
-    for chosen, on_cpu, on_gpu in (("auto", True, False), (True, True, True), (False, False, False)):
-        for spec, shares in ((on_cpus, on_cpu), (spec_on_gpus(8, 80), on_gpu)):
-            resolved, said = planned(with_keys(spec, {"policy.shared_prompts": chosen}), None, Room())
+def test_prompts_are_shared_on_learners_known_to_be_on_cpus_unless_the_spec_decides() -> None:
+    anywhere = spec_on_gpus(gpu_gb=None)
+    on_cpus, on_gpus = with_keys(anywhere, {"cluster.device": "cpu"}), spec_on_gpus(8, 80)
+    here = Room(host_bytes=64 * GB)
+    for chosen in ("auto", True, False):
+        for spec, room, by_auto in (
+            (anywhere, here, True),
+            (on_cpus, Room(), True),
+            (anywhere, Room(), False),  # for a coordinator whose learners may have GPUs
+            (on_gpus, here, False),
+        ):
+            shares = by_auto if chosen == "auto" else chosen
+            resolved, said = planned(with_keys(spec, {"policy.shared_prompts": chosen}), None, room)
             assert resolved.policy.shared_prompts is shares
             assert (UNSHARED in said) == (chosen == "auto" and not shares)
 
