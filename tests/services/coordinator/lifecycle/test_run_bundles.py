@@ -36,7 +36,7 @@ def spec_in(folder: Path, **sections: Any) -> RunSpec:
     (folder / "helper.py").write_text("X = 1.0\n")
     tree: dict[str, Any] = {
         "name": "test",
-        "policy": {"model_name": "none", "generation": {"max_new_tokens": 4}},
+        "policy": {"model_name": "none", "shared_prompts": False, "generation": {"max_new_tokens": 4}},
         "data": {"train": "train.jsonl"},
         "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_num_steps": 4},
         "rewards": [{"function": "reward.py:f"}],
