@@ -269,8 +269,7 @@ AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)
 USUAL_TOKENS = 8_192
 """Usual tokens of a micro-batch: `auto` keeps more activations only if a micro-batch of this size fits with them."""
 UNSHARED = (
-    "policy.shared_prompts is false, chosen by auto: the learner is not known to run on CPUs, and on GPUs it is not "
-    "measured yet; true shares them anywhere"
+    "policy.shared_prompts is false, chosen by auto: on GPUs it is not measured yet; true shares prompts anywhere"
 )
 log = logging.getLogger(__name__)
 
@@ -338,8 +337,9 @@ def _with_shared_prompts(spec: RunSpec, room: Room) -> tuple[RunSpec, list[str]]
     if spec.policy.shared_prompts != "auto":
         return spec, []
     # A spec that names no GPU may still go to learners on GPUs of other hosts.
-    on_cpus = not on_gpus(spec)[0] and (spec.cluster.device == "cpu" or room.host_bytes is not None)
-    notes = [] if on_cpus or not spec.samples else [UNSHARED]
+    on_gpu = on_gpus(spec)[0]
+    on_cpus = not on_gpu and (spec.cluster.device == "cpu" or room.host_bytes is not None)
+    notes = [UNSHARED] if on_gpu and spec.samples else []
     return with_keys(spec, {"policy.shared_prompts": on_cpus}), notes
 
 

@@ -69,7 +69,7 @@ def spec_path(tmp_path: Path) -> Path:
         "name: sums\n"
         "policy: {model_name: ./model, max_total_sequence_length: 64, generation: {max_new_tokens: 8}}\n"
         "data: {train: ./train.jsonl}\n"
-        "rewards: [{function: length}]\n"
+        "rewards: [{function: exact_match}]\n"
         "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 2, max_num_steps: 3}\n"
     )
     return path

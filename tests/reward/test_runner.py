@@ -240,7 +240,7 @@ async def test_the_example_on_the_rewards_page(make_runner: MakeRunner, tmp_path
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     path = tmp_path / "page.py"
     path.write_text(example)
-    runner = await make_runner({"function": f"{path}:brevity", "kwargs": {"limit_tokens": 2}, "memory_mb": 10**13})
+    runner = await make_runner({"function": f"{path}:brevity", "kwargs": {"limit_tokens": 2}, "memory_mb": 10**12})
     result = await runner.score(["p", "p"], ["a", "b"], [[1, 2], [1, 2, 3]], {"answer": ["x", "y"]})
     assert rewards_of(result) == [[1], [0]]
 

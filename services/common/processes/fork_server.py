@@ -70,20 +70,24 @@ class ForkServer:
         self._environment = dict(environment)
         self._log_path = log_path
         self._say = say
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_ready = self._is_closed = False
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", MODULE, str(theirs.fileno()), *modules]
-        with theirs, log_path.open("ab") as log, starting(user_code=False) as started:
-            self._process = subprocess.Popen(
-                tethered(command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-            )
+        with log_path.open("ab") as log, starting(user_code=False) as started:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    self._process = subprocess.Popen(
+                        tethered([sys.executable, "-m", MODULE, str(theirs.fileno()), *modules]),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=self._environment,
+                        start_new_session=True,
+                        pass_fds=(theirs.fileno(),),
+                    )
+                except OSError:
+                    self._control.close()
+                    raise
             started(self._process.pid)
 
     @property
@@ -131,6 +135,8 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
         reaped(self._process.pid)
+        with self._lock:  # a thread that waits for the imports has it until it sees the end
+            self._control.close()
 
     def _forked(self, request: bytes, log: IO[bytes]) -> Forked:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -213,7 +213,7 @@ def test_prompts_are_shared_on_learners_known_to_be_on_cpus_unless_the_spec_deci
             shares = by_auto if chosen == "auto" else chosen
             resolved, said = planned(with_keys(spec, {"policy.shared_prompts": chosen}), None, room)
             assert resolved.policy.shared_prompts is shares
-            assert (UNSHARED in said) == (chosen == "auto" and not shares)
+            assert (UNSHARED in said) == (chosen == "auto" and spec is on_gpus)
 
 
 def test_one_auto_leaves_the_other_as_it_is() -> None:

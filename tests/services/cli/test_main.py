@@ -59,7 +59,7 @@ def spec_path(tmp_path: Path) -> Path:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     path = tmp_path / "spec.yaml"
     path.write_text(
-        "{name: sums, policy: {model_name: none}, data: {train: train.jsonl}, rewards: [{function: length}]}"
+        "{name: sums, policy: {model_name: none}, data: {train: train.jsonl}, rewards: [{function: exact_match}]}"
     )
     return path
 
@@ -393,7 +393,7 @@ def test_up_refuses_bad_data_before_any_worker_starts(spec_path: Path, tmp_path:
     started, error = result.stderr.splitlines()
     assert started.startswith("coordinator at 127.0.0.1:")
     assert error.startswith(f"Error: {tmp_path / 'train.jsonl'}, line 1, column 1: not valid JSON")
-    assert sorted(path.name for path in (runs / "logs").glob("*.log")) == ["coordinator.log"]
+    assert sorted(path.name for path in (runs / "logs").glob("*.log")) == ["coordinator.log", "fork-server.log"]
 
 
 def test_a_run_on_examples_has_no_number_of_trained_tokens() -> None:

@@ -268,7 +268,7 @@ def test_what_the_coordinator_is_told_to_leave_free_closes_admission(full: Notin
     tree = {
         "policy": {"model_name": "m"},
         "data": {"train": f"file://{tmp_path}/train.jsonl"},  # so that no file has to be sent
-        "rewards": [{"function": "length"}],
+        "rewards": [{"function": "exact_match"}],
     }
     with Client(full.address, timeout_s=DEADLINE_S) as client:
         run_id = client.submit(parse_spec(tree)).run_id

@@ -69,7 +69,8 @@ def test_a_rank_does_not_train_what_arrived_changed(world: World) -> None:
         RankBatch.decode(changed, [first, second])
     arrivals = [[second, first], [first[:-4], second], [first, second]]
     line = SimpleNamespace(wait=lambda *_: (pb.ExchangeReply(status=OK, batch=batch), arrivals.pop(0)))
-    rank = SimpleNamespace(rank=0, world_size=1, background=line, membership=MagicMock(), stopping=None, grace_s=1.0)
+    place = SimpleNamespace(rank=0, world_size=1)
+    rank = SimpleNamespace(place=place, background=line, membership=MagicMock(), stopping=None, grace_s=1.0)
     part = BatchClient(world.run_id, 1, rank).fetch(0)  # type: ignore[arg-type]
     assert part is not None
     assert [group.group_id for group in part.groups] == [0, 1]
