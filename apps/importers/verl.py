@@ -42,7 +42,7 @@ Paceline's; they are written even if the configuration leaves them out."""
 EPOCHS = {"grpo": 30, "sft": 4}
 """verl's trainer.total_epochs, if trainer.total_training_steps is not set."""
 WHOLE = ("data.video_key", "actor_rollout_ref.hybrid_engine")
-"""Settings of which every full configuration has one: there `data.image_key` is only the default."""
+"""Every full configuration has one of these settings; in a full configuration `data.image_key` is only the default."""
 ADAPTER = "verl_rewards.py"
 OWN = '''"""The reward function of {file}, with the signature that Paceline calls."""
 

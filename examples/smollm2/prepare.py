@@ -4,7 +4,7 @@ python prepare.py [--seed 0]
 
 Words: questions whose numbers are words, of five kinds (column `kind`). One in five problems is held out, by its
 numbers. sft.jsonl has right answers; train.jsonl and held_out.jsonl have the answers for the reward.
-Calculator: products of two numbers from 11 to 99, and conversations in which a tool is called.
+Calculator: products of two numbers from 11 to 99. The conversations call a tool.
 """
 
 from __future__ import annotations

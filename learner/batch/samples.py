@@ -4,8 +4,8 @@ Promise: a packed batch has each sequence without its last token, which is only 
 computed. Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N
 completion tokens and S sequences in it.
 
-A row may have a prompt once for several completions (`policy.shared_prompts`): behind a prompt's tokens are those of each
-completion, whose positions go on from the prompt's. Equal are the tokens themselves, never texts.
+With `policy.shared_prompts` a row has a prompt once, and the tokens of its completions behind it. The positions of each
+completion continue the prompt's. Prompts are compared by token ids, never by text.
 """
 
 from __future__ import annotations
@@ -311,14 +311,15 @@ class PackedBatch:
 
 
 MIN_SAVED_TOKENS, MIN_SAVED_SHARE = 16, 1 / 16
-"""A prompt is shared if this saves at least so many tokens, and such a share of as many sequences of the shortest one's
-length: it takes two more calls of attention in each layer, and equal lengths of several groups are no longer neighbours.
-A further sequence never ends the sharing, so that a row takes no more tokens than its parts were counted with."""
+"""A prompt is shared if this saves MIN_SAVED_TOKENS, and MIN_SAVED_SHARE of the tokens that the sequences would have if
+each were as short as the shortest one. Sharing costs two more calls of attention in each layer, and separates equal
+lengths of several groups. By this rule a further sequence never ends the sharing, so a row has no more tokens than were
+counted for its parts."""
 
 
 def shared_tokens(sequences: Sequence[TrainingSample], known: int | None = None) -> int:
-    """Return the number of tokens with which all prompts of a group's sequences begin, or of these the `known` number;
-    0 if sharing does not pay."""
+    """Return the length of the prefix that all prompts of a group's sequences have (`known` if it is given), or 0 if
+    sharing it does not pay."""
     length = _equal_tokens([sequence.prompt_ids for sequence in sequences]) if known is None else known
     saved, shortest = (len(sequences) - 1) * length, min(sequence.num_row_tokens for sequence in sequences)
     return length if saved >= max(MIN_SAVED_TOKENS, MIN_SAVED_SHARE * len(sequences) * shortest) else 0

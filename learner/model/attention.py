@@ -10,8 +10,8 @@ of the row, each one scaled_dot_product_attention with is_causal. Packing puts e
 neither padding nor gathering; on a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than
 copies of q, k and v. Attention sinks always take the second path: flash attention's log-sum-exp has no gradient.
 
-In a row with shared prompts, flash attention gets copies of a prompt's keys and values before those of each completion,
-and other kernels of CUDA copies of its queries too; a CPU copies nothing (`paceline.learner.model.shared_attention`).
+If a row has shared prompts, flash attention reads copies: a prompt's keys and values stand before each completion's. The
+other kernels of CUDA also read copies of the queries. A CPU copies nothing (`paceline.learner.model.shared_attention`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 
 from paceline.learner.batch.samples import SequenceLayout
 from paceline.learner.model.determinism import repeat_backward
-from paceline.learner.model.shared_attention import shared_attention
+from paceline.learner.model.shared_attention import band, shared_attention
 
 IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)
@@ -68,11 +68,9 @@ def packed_attention(
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
     if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, layout, scaling, window), None
-    if not layout.shared:
-        return _by_runs(query, key, value, layout, scaling, window, s_aux), None
-    if query.is_cuda:
-        return _unshared(query, key, value, layout, scaling, window, s_aux), None
-    return shared_attention(query, key, value, layout, scaling, window, s_aux).unsqueeze(0), None
+    if layout.shared and not query.is_cuda:
+        return shared_attention(query, key, value, layout, scaling, window, s_aux).unsqueeze(0), None
+    return _by_runs(query, key, value, layout, scaling, window, s_aux), None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float | None, window: int | None) -> Tensor:
@@ -140,6 +138,10 @@ def _by_runs(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
+    if layout.shared:  # each completion gets a copy of its prompt before it
+        whole = layout.unshared
+        q, k, v = (x.index_select(2, whole.tokens) for x in (q, k, v))
+        return _by_runs(q, k, v, whole.layout, scale, window, sinks_H).index_select(1, whole.own)
     if q.is_cuda and q.shape[1] != k.shape[1]:
         # CUDA's float32 kernel does not support grouped queries; without this SDPA falls back to materialised scores.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -148,7 +150,7 @@ def _by_runs(
     outs_THD = []
     for (count, length), q_THD, k_THD, v_THD in zip(layout.runs, q_runs, k_runs, v_runs, strict=True):
         q_nHLD, k_nKLD, v_nKLD = (x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
-        mask_LL = None if window is None or length <= window else _band(length, window, q.device)
+        mask_LL = None if window is None or length <= window else band(length, window, q.device)
         if sinks_H is not None:
             k_nKLD, v_nKLD = (pad(x, (0, 0, 0, 1)) for x in (k_nKLD, v_nKLD))
             mask_LL = _with_sinks(mask_LL, length, sinks_H.to(q.dtype))
@@ -165,36 +167,15 @@ def _by_runs(
     return torch.cat(outs_THD).unsqueeze(0)
 
 
-def _unshared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    scale: float | None,
-    window: int | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """Return `_by_runs` of the row in which each completion has a copy of its prompt before it."""
-    whole = layout.unshared
-    q, k, v = (x.index_select(2, whole.tokens) for x in (q, k, v))
-    return _by_runs(q, k, v, whole.layout, scale, window, sinks_H).index_select(1, whole.own)
-
-
 def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
     """Return a bias [1, H, L, L + 1] for scores whose last key is all zeros: the sinks in the last column, elsewhere 0
     if the token attends and -inf if not. A zero key has the score 0, so its biased score is the sink's logit; its
     value is zero too. Scores take L · L numbers for each head."""
     if mask_LL is None:
-        mask_LL = _band(length, length, sinks_H.device)
+        mask_LL = band(length, length, sinks_H.device)
     shape = (1, len(sinks_H), length)
     added_LL = sinks_H.new_zeros(length, length).masked_fill(~mask_LL, -torch.inf)
     return torch.cat((added_LL.expand(*shape, -1), sinks_H[None, :, None, None].expand(*shape, 1)), dim=-1)
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Return [L, L] bool: token i attends to tokens (i - window, i]."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - window)
 
 
 # transformers builds no mask for an implementation that AttentionMaskInterface does not have, so none is registered.

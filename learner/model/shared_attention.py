@@ -1,7 +1,7 @@
 """Attention on a CPU over rows whose sequences share prompts: a prompt's keys are read in place, for all completions.
 
-Each span of the row (a prompt, the tokens behind it of one completion, a sequence that shares nothing) attends to itself,
-and the tokens behind a prompt attend to the prompt too. Softmax over the union of two sets of keys is a mean of the two
+A span of the row is a prompt, one completion's tokens behind it, or a sequence that shares nothing. Each span attends to
+itself, and a completion attends to its prompt too. Softmax over the union of two sets of keys is a mean of the two
 results, weighted by their sums of exponentials (Milakov and Gimelshein 2018, arXiv 1805.02867), so each product takes
 views of the row: nothing is copied, and no masked score is computed. In the backward pass a probability is
 exp(score - log-sum-exp), and the row's own result has the mean that softmax's gradient subtracts (Dao et al. 2022, arXiv
@@ -48,7 +48,7 @@ class _Part(NamedTuple):
     mask: Tensor | None = None
     """[queries, keys] numbers that are added to the scores."""
     is_prompt: bool = False
-    """True if the keys are those of a shared prompt, False if each span attends to itself."""
+    """True if the spans attend to a shared prompt, False if each span attends to itself."""
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views [n, H or K, L, D] of arrays [1, H or K, T, D]."""
@@ -132,7 +132,8 @@ def _parts(layout: SequenceLayout, window: int | None, like: Tensor) -> Iterator
     for count, length in layout.runs:
         span = slice(begin, begin := begin + count * length)
         masked = window is not None and length > window
-        yield _Part(span, span, count, _band(length, window, like) if masked and window is not None else None)
+        mask = _added(band(length, window, like.device), like) if masked and window is not None else None
+        yield _Part(span, span, count, mask)
     for prompt in layout.shared:
         first = 0 if window is None else max(prompt.length + 1 - window, 0)
         if first < prompt.length and prompt.end > prompt.begin + prompt.length:
@@ -141,9 +142,10 @@ def _parts(layout: SequenceLayout, window: int | None, like: Tensor) -> Iterator
             yield _Part(slice(after, prompt.end), slice(prompt.begin + first, after), 1, mask, is_prompt=True)
 
 
-def _band(length: int, window: int, like: Tensor) -> Tensor:
-    tokens = torch.arange(length, device=like.device)
-    return _added((tokens[:, None] >= tokens) & (tokens[:, None] - tokens < window), like)
+def band(length: int, window: int, device: torch.device) -> Tensor:
+    """Return [L, L] bool: token i attends to tokens (i - window, i]."""
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril() & ones.triu(1 - window)
 
 
 def _mask_of_prompt(prompt: SharedPrompt, first: int, window: int, like: Tensor) -> Tensor | None:

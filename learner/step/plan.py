@@ -227,8 +227,8 @@ class Unit:
 
 
 PARTS_OF_A_ROW = (1, 2, 4)
-"""Largest units that are tried, as the number that fills a row: smaller ones leave less of a row empty, but repeat their
-prompt more often."""
+"""Sizes of the largest units that are tried: a unit is at most a row divided by this number. Smaller units leave less of a
+row empty, but repeat their prompt more often."""
 
 
 def best_units(

@@ -90,7 +90,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_weights(path: Path, config: Any, what: str) -> None:
     """Raise InvalidInput for a path on this machine whose weights cannot be trained: a file, an empty folder, GGUF,
-    pickles, an adapter alone, a quantised model. A folder without weights may be a copy of the tokenizer, so the workers judge it."""
+    pickles, an adapter alone, a quantised model. Workers judge a folder without weights, which may be a tokenizer's."""
     if path.is_file():
         raise InvalidInput(f"{what} is a file; name the model's folder, with config.json and *.safetensors")
     if not path.is_dir():

@@ -8,8 +8,8 @@ loads no mpmath or numpy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidInput, nearest
 from paceline.reward.builtin import judges
@@ -26,6 +26,9 @@ from paceline.reward.builtin.formats import (
 )
 from paceline.reward.builtin.mathematics import math_accuracy
 from paceline.reward.builtin.reward_model import process_reward_model, reward_model
+
+if TYPE_CHECKING:
+    from paceline.spec import RewardFunctionSection
 
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bbq_bias": bbq_bias,
@@ -72,6 +75,15 @@ def check_builtin(function: str, kwargs: Mapping[str, Any]) -> None:
         if function not in SETTINGS:
             check_names(function, keyword_only(loaded), kwargs)
             check_needed(function, loaded, kwargs)
+
+
+def check_rewards(rewards: Iterable[RewardFunctionSection]) -> None:
+    """Check the built-in functions among the rewards of a spec. Raises InvalidInput, with the place in the spec."""
+    for index, reward in enumerate(rewards):
+        try:
+            check_builtin(reward.function, reward.kwargs)
+        except InvalidInput as error:
+            raise InvalidInput(f"rewards.{index}: {error}") from None
 
 
 def check_needed(function: str, loaded: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

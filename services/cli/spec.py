@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import NotFound
 from paceline.services.common.options import json_option, print_json
 
 
@@ -21,15 +21,11 @@ def spec(file: str | None, overrides: tuple[str, ...], explain: str | None, as_j
         _list("", as_json)
     else:
         from paceline.models.architectures import check_model_here
-        from paceline.reward.builtin import check_builtin
+        from paceline.reward.builtin import check_rewards
         from paceline.spec.reading import load_spec, spec_to_yaml
 
         loaded = load_spec(file, overrides)
-        for index, reward in enumerate(loaded.rewards):
-            try:
-                check_builtin(reward.function, reward.kwargs)
-            except InvalidInput as error:
-                raise InvalidInput(f"rewards.{index}: {error}") from None
+        check_rewards(loaded.rewards)
         check_model_here(loaded.policy.model_name, "policy.model_name")
         if as_json:
             print_json(loaded.model_dump(mode="json"))

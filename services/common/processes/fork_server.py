@@ -9,6 +9,9 @@ only while it has a single thread. If it ends or does not answer, the starter st
 The fork is a grandchild of the fork server whose parent ends at once. The starter has called `adopt`, so the system
 makes the service a child of the starter, which waits for it and reaps it like any other. The service says that it is
 there and waits for the answer, so that a starter that has stopped waiting never gets a second service. Linux only.
+
+Python's `multiprocessing.forkserver` does not serve here: its processes stay children of the fork server, so `paceline
+up` could neither reap them nor know their exit codes, they share one output, and their work arrives as a pickle.
 """
 
 from __future__ import annotations
@@ -213,7 +216,8 @@ def _become_service(channel_fd: int, log_fd: int) -> None:
     os.close(log_fd)
     with socket.socket(fileno=channel_fd) as channel:
         request = json.loads(channel.recv(REQUEST_BYTES))
-        while os.getppid() == parent:
+        deadline_s = time.monotonic() + FORK_S
+        while os.getppid() == parent and time.monotonic() < deadline_s:
             time.sleep(0.001)
         die_with_parent(request["starter"], signal.SIGKILL)
         if not _is_wanted(channel):

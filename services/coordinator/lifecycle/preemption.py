@@ -6,7 +6,8 @@ and writes an ordered checkpoint. Then the run is queued again with its open gro
 checkpoint. If none can be written, it continues from the one before, as after the death of a learner: nothing is lost.
 A run that a person must resume stays paused instead, until `resume` queues it; if its batch is withheld, the checkpoint
 is written at once. With `max_hours` the ledger counts the time for which a run trains. After that time the run ends at
-the newest step whose batch is fixed; the learner is notified when it requests the next step."""
+the newest step whose batch is fixed; the learner is notified when it requests the next step.
+"""
 
 from __future__ import annotations
 

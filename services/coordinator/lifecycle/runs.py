@@ -4,9 +4,9 @@ The states of a run:
   queued    `run_queue.py`, after its spec and data sets were checked
   running   `run_start.py`, when no run is active and its data sets could be opened
             A run of a higher priority preempts it: `preemption.py` queues it again, or ends it before its last step
-  paused    `commands.py` by a person; `run_states.py` on a fault, with the reason, and retried automatically if waiting may
-            help (`worker_faults.py`). A run that a person must resume, or that cannot be started
-            now, lets other runs go first
+  paused    `commands.py` by a person; `run_states.py` on a fault, with the reason, and retried automatically if waiting
+            may help (`worker_faults.py`). A run that a person must resume, or that cannot be started now, lets other
+            runs go first
   failed    `run_states.py`, by a fault of its spec, before its first step. It keeps its open groups, and `resume` queues it
   ended     here, after all steps are trained, the learner has exported, no evaluation is pending, and the workers
             have the last version (LAST_VERSION_S at most)

@@ -36,7 +36,9 @@ CHECKED_ROWS = 32
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     """Check the model and open the data sets; return them with warnings. Raises DataError, Unreadable, InvalidInput."""
-    _check_builtin_rewards(spec)
+    from paceline.reward.builtin import check_rewards
+
+    check_rewards(spec.rewards)
     warnings = _check_models(spec)
     _check_template_kwargs(spec)
     data = open_data(spec)
@@ -49,17 +51,6 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
             warnings += _shadowed(field, source)
             warnings += _gold_warnings(spec, field, source)
     return data, warnings + _changed_texts(spec.policy, data.first)
-
-
-def _check_builtin_rewards(spec: RunSpec) -> None:
-    """Raise InvalidInput for a built-in function that does not exist or does not take its kwargs."""
-    from paceline.reward.builtin import check_builtin
-
-    for index, reward in enumerate(spec.rewards):
-        try:
-            check_builtin(reward.function, reward.kwargs)
-        except InvalidInput as error:
-            raise InvalidInput(f"rewards.{index}: {error}") from None
 
 
 def _changed_texts(policy: PolicySection, first: Sequence[Any]) -> list[str]:

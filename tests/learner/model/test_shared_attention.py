@@ -64,7 +64,7 @@ def test_a_completion_attends_to_its_prompt_and_itself(
         options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "s_aux": sinks}
         out = packed_attention(torch.nn.Identity(), q, k, v, None, layout=LAYOUT, **options)[0][0]
     else:  # as on CUDA without flash attention
-        out = attention._unshared(q, k, v, LAYOUT, 0.3, window, sinks)[0]
+        out = attention._by_runs(q, k, v, LAYOUT, 0.3, window, sinks)[0]
     expected = by_copies(q, k, v, sinks, window)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     inputs = [q, k, v, *([sinks_H] if with_sinks else [])]
