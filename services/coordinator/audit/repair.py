@@ -13,8 +13,9 @@ from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
 from paceline.services.coordinator.audit import side_records
+from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.file_check import UNREADABLE, VerifyReport, check_file, sentence
 from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
@@ -49,10 +50,10 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
     with ledger.transaction():
         if row["state"] in ACTIVE_STATES:
             exchange = Exchange(ledger)
-            exchange.active = run = ActiveRun(run_id, spec, None, None)
+            exchange.activate(run := ActiveRun(run_id, spec, None, None))
             _generate_again(exchange, run, say)
             _begin_again(exchange, run, say)
-            for notice in exchange.take_notices():
+            for notice in exchange.notices.take():
                 say(f"run {run_id}: {notice.content.get('message', notice.kind)}")
         _mark_checkpoints(ledger, run_id, say)
 

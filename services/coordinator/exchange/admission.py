@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.groups import Version
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.v1 import common_pb2
 
 
@@ -67,13 +68,13 @@ class SamplableVersions(NamedTuple):
 def serving_samplers(exchange: Exchange, run: ActiveRun) -> list[SamplingWorker]:
     """Return the rollout workers that are ready and not draining, expelled or suspected, sorted by id."""
     samplers = [
-        SamplingWorker(member.member_id, member.introduction.address, exchange.versions[member.member_id])
+        SamplingWorker(member.member_id, member.introduction.address, exchange.workers.versions[member.member_id])
         for member in exchange.senders.of_role(common_pb2.ROLE_ROLLOUT)
         if member.ready_run == run.run_id
         and member.connected
         and member.fault is None
         and not (member.draining or member.weights.expelled or member.suspected)
-        and member.member_id in exchange.versions
+        and member.member_id in exchange.workers.versions
     ]
     return sorted(samplers)
 
@@ -92,5 +93,5 @@ def versions_of(
     if member.role == common_pb2.ROLE_ENVIRONMENT:
         steps = tuple(sorted({sampler.version.step for sampler in samplers}))
         return SamplableVersions(steps) if steps else None
-    version = exchange.versions.get(member_id)
+    version = exchange.workers.versions.get(member_id)
     return None if version is None else SamplableVersions((version.step,))

@@ -18,12 +18,14 @@ import itertools
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
 from paceline.groups import Version, with_holder
 from paceline.services.coordinator.exchange import evaluation, turn_logs
+from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.admission import (
     admissible,
     holds_leases,
@@ -32,8 +34,8 @@ from paceline.services.coordinator.exchange.admission import (
     versions_of,
 )
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.groups import NewLease
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
 from paceline.spec import GenerationSection
@@ -65,7 +67,7 @@ def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Excha
     if run.prompts is not None and not exchange.takes_no_work(run):
         group_size = run.spec.grpo.num_generations_per_prompt
         num_groups = sum(max(1, min(request.lease.room, MAX_ROOM) // group_size) for request in requests)
-        free = _admit_and_list_free(exchange, run, num_groups + len(exchange.reserved))
+        free = _admit_and_list_free(exchange, run, num_groups + len(run.state.reserved))
     leases = _NewLeases(exchange, run, free)
     outcomes = [leases.answer(request) for request in requests]
     leases.write()
@@ -92,16 +94,16 @@ class _NewLeases:
         η, and no quarantine (`choose_groups`). `transport/dispatch.py` has checked protocol, term, secret, run and
         role."""
         exchange, run = self._exchange, self._run
-        reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+        reply = exchange.replies.ok(request)
         reply.lease.SetInParent()
         member_id = request.member_id
         versions = versions_of(exchange, run, member_id, self._samplers)
-        if versions is None or run.prompts is None or member_id in exchange.overdue:
+        if versions is None or run.prompts is None or member_id in exchange.workers.overdue:
             return Outcome(reply, empty=True)
         if quarantined_groups(exchange, run):
             self.write()  # `choose_groups` reads the groups that each worker holds
         payloads: list[Frame] = []
-        room, reserved = min(request.lease.room, MAX_ROOM), len(exchange.reserved)
+        room, reserved = min(request.lease.room, MAX_ROOM), len(run.state.reserved)
         num_measured = max(room // self._val_size, 1 if room > 0 else 0)
         if sampler := self._sampler_of_evaluation(member_id):
             pinned_id, version = sampler
@@ -130,7 +132,7 @@ class _NewLeases:
     def _sampler_of_evaluation(self, member_id: str) -> tuple[str, Version] | None:
         exchange, run = self._exchange, self._run
         if not run.spec.environment.is_used:
-            return member_id, exchange.versions[member_id]
+            return member_id, exchange.workers.versions[member_id]
         sampler = evaluation.choose_sampler(exchange, run, self._samplers)
         return None if sampler is None else (sampler.member_id, sampler.version)
 
@@ -154,7 +156,7 @@ class _NewLeases:
             has_turns = row["attempt"] and run.spec.environment.is_used
             turns = self._turn_log(group_id) if has_turns else {}
         except UnopenedSegment as fault:
-            self._exchange.note_unopened(fault)
+            self._exchange.notices.warn_of_unopened(fault)
             return False
         self._turn_log_bytes += (turn_log_bytes := turn_logs.size_of(turns))
         if turn_log_bytes and self._turn_log_bytes > MAX_TURN_LOG_BYTES and reply.lease.leases:
@@ -236,13 +238,13 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
         try:
             prompt, columns = run.prompts.draw(cursor)
         except Unreadable as error:
-            exchange.unreadable_data = str(error)
+            run.state.note_data(str(error))
             break
-        exchange.unreadable_data = ""
+        run.state.note_data("")
         cursor += 1
         if free_slots:
             slot = free_slots.pop()
-            exchange.slots_changed()
+            run.state.slots_changed()
             ledger.free_slots.remove(run_id, slot)
         else:
             slot, next_slot = next_slot, next_slot + 1
@@ -266,7 +268,7 @@ def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Ex
         # It still works on groups whose leases were revoked while it was silent, and that no other worker got. Groups
         # that it has returned meanwhile do not have its name, and stay free. A suspected worker's claim may be
         # outdated; it repeats the claim when it reconnects.
-        if held - on_record[member_id] and member_id not in exchange.suspected | exchange.overdue:
+        if held - on_record[member_id] and member_id not in exchange.workers.suspected | exchange.workers.overdue:
             groups.restore_leases(run.run_id, member_id, sorted(held))
 
 
@@ -281,10 +283,11 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
         return [(row, row["slot"] // run.batch_size) for row in rows]
     next_batch = exchange.ledger.run(run.run_id)["next_batch"]
     free, last_slot, ahead = [], -2, 0
+    num_waiting = partial(exchange.group_queries.num_waiting, run.run_id)
     for row in rows:
         slot = row["slot"]
         # The group in the previous slot is open; only gaps have to be counted.
-        ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
+        ahead = ahead + 1 if slot == last_slot + 1 else run.state.num_ahead(slot, num_waiting)
         last_slot = slot
         free.append((row, step_of_group(next_batch, ahead, run.batch_size)))
     return free
@@ -307,13 +310,11 @@ def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool)
 
 def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
     """Revoke every lease and task of a former member; return the number of leases."""
-    if crashed and exchange.active is not None:
-        on_crash(exchange, exchange.active, member_id)
-    exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
-    exchange.versions.pop(member_id, None)
-    exchange.offered.pop(member_id, None)
-    exchange.overdue.discard(member_id)
-    exchange.suspected.discard(member_id)
+    if (run := exchange.active) is not None:
+        if crashed:
+            on_crash(exchange, run, member_id)
+        run.state.unreserve_all_of(member_id)
+    exchange.workers.remove(member_id)
     released = exchange.groups.revoke_leases([member_id])
     exchange.groups.revoke_tasks([member_id])
     return released
@@ -321,11 +322,9 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
 
 def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[tuple[str, str]]:
     """Return the workers that hold leases or tasks for much longer than others need, each with the reason."""
-    unable = exchange.overdue | exchange.suspected
-    queries = exchange.group_queries
-    samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
-    holders = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
-    return holders + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
+    leases, tasks = exchange.group_queries.leases(run.run_id), exchange.group_queries.tasks(run.run_id)
+    samplers, scorers = _samplers(exchange, run), _able(exchange, common_pb2.ROLE_REWARD)
+    return exchange.workers.find_overdue(now_s, leases, samplers, tasks, scorers)
 
 
 def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
@@ -333,7 +332,7 @@ def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
         return _able(exchange, common_pb2.ROLE_ENVIRONMENT)
     measured = evaluation.pending(exchange, run)
     oldest_step = 0 if measured is None else measured["step"]
-    return {m for m, version in exchange.versions.items() if version.step >= oldest_step}
+    return {m for m, version in exchange.workers.versions.items() if version.step >= oldest_step}
 
 
 def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
@@ -345,23 +344,12 @@ def revoke_overdue(exchange: Exchange, run: ActiveRun, overdue: Iterable[tuple[s
     for member_id, why in overdue:
         number = revoke_work(exchange, [member_id], with_leases=True)
         exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
-        exchange.overdue.add(member_id)
+        exchange.workers.note_overdue(member_id)
         work, result = ("task", "scores") if _scores(exchange, member_id) else ("lease", "a group")
-        exchange.warn(
+        exchange.notices.warn(
             f"{member_id} gets no {work} before it submits {result}, and other workers get the {number} groups that it "
             f"holds: {why}"
         )
-
-
-def note_submission(
-    exchange: Exchange, ages: LeaseDurations, member_id: str, result: pb.GroupResult | pb.ScoreResult
-) -> None:
-    """Note that a worker submitted a result. If the worker was overdue, it gets work again."""
-    ages.note_submission(member_id, result.group_id, result.attempt)
-    if member_id in exchange.overdue:
-        exchange.overdue.remove(member_id)
-        submitted, work = ("scores", "tasks") if _scores(exchange, member_id) else ("a group", "leases")
-        exchange.warn(f"{member_id} has submitted {submitted} and gets {work} again")
 
 
 def _scores(exchange: Exchange, member_id: str) -> bool:
@@ -374,24 +362,24 @@ def choose_groups(
 ) -> list[sqlite3.Row]:
     """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` others. A
     waiting quarantined group reserves one worker, which gets nothing more until its other work is done. `rows`
-    should exceed the room by the size of `exchange.reserved`, so that quarantined groups do not delay the others."""
+    should exceed the room by the size of `run.state.reserved`, so that quarantined groups do not delay the others."""
     quarantined = quarantined_groups(exchange, run)
     if not quarantined or room <= 0:
         return rows[: max(room, 0)]
     held = {row["group_id"] for row in exchange.group_queries.work_of(run.run_id, member_id)}
     if quarantined & held:
         return []
-    reserved = exchange.reserved
+    reserved = run.state.reserved
     for row in rows:
         group_id = row["group_id"]
         if group_id not in quarantined or reserved.get(group_id, member_id) != member_id:
             continue
         if group_id not in reserved and member_id in reserved.values():
             continue
-        reserved[group_id] = member_id
+        run.state.reserve(group_id, member_id)
         if held:
             return []
-        del reserved[group_id]
+        run.state.unreserve(group_id)
         return [row]
     if member_id in reserved.values():
         return []
@@ -419,9 +407,11 @@ def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: st
     """Count a crash for a group, and drop the group at the limit. `death` names the crash; each name counts once."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_CRASHES:
-        exchange.warn(f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone")
+        exchange.notices.warn(
+            f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone"
+        )
     elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
-        exchange.warn(
+        exchange.notices.warn(
             f"group {row['group_id']} was dropped: {deaths} workers died while they held it; the last "
             f"{ALONE_CRASHES} held only this group; check its prompt and the log of {member_id}"
         )
@@ -432,7 +422,7 @@ def clear_deaths(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
     """Reset the crash count of a generated or scored group, so that scoring counts from 0."""
     if group_id in exchange.ledger.deaths.of_run(run.run_id):
         exchange.ledger.deaths.remove_group(run.run_id, group_id)
-    exchange.reserved.pop(group_id, None)
+    run.state.unreserve(group_id)
 
 
 def params_message(generation: GenerationSection) -> common_pb2.SamplingParams:

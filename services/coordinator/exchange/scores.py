@@ -13,8 +13,10 @@ from paceline.errors import ALIKE, LedgerFault, WireError
 from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.services.common.worker.score_extras import extra_line, trainer_state, with_trainer_state
 from paceline.services.coordinator.exchange import evaluation, leases
+from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.state import BATCH_DUE, Exchange
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.ledger.groups import Scored, State
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment, frame_size
@@ -33,16 +35,16 @@ MAX_TASK_BYTES = 32 << 20
 
 def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Assign generated groups to a reward worker, lowest slot first."""
-    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+    reply = exchange.replies.ok(request)
     reply.task.SetInParent()
     if request.task.HasField("held"):  # the worker does not know tasks whose reply was lost
         held = list(request.task.held.group_ids)
         exchange.groups.revoke_unknown_tasks(run.run_id, request.member_id, held)
-    if request.member_id in exchange.overdue or exchange.scoring_withheld(run):
+    if request.member_id in exchange.workers.overdue or exchange.scoring_withheld(run):
         return Outcome(reply, empty=True)
     payloads: list[Frame] = []
     room = min(request.task.room, MAX_ROOM)
-    rows = exchange.group_queries.free_to_score(run.run_id, room + len(exchange.reserved))
+    rows = exchange.group_queries.free_to_score(run.run_id, room + len(run.state.reserved))
     chosen, size_bytes = leases.choose_groups(exchange, run, request.member_id, rows, room), 0
     workers = len(exchange.senders.of_role(common_pb2.ROLE_REWARD))
     trained = exchange.ledger.run(run.run_id)["next_step"]
@@ -54,7 +56,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
             selection.handle_damaged(exchange, run, damaged)
             continue
         except UnopenedSegment as fault:
-            exchange.note_unopened(fault)
+            exchange.notices.warn_of_unopened(fault)
             continue
         assert payload is not None
         size_bytes += frame_size(payload.arrays) + frame_size(payload.header)
@@ -82,26 +84,28 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     score = request.score
     row = exchange.group(run, score.group_id)
     if row is None:
-        return exchange.stale(request, f"no group {score.group_id} in run {run.run_id}")
+        return exchange.replies.stale(request, f"no group {score.group_id} in run {run.run_id}")
     # A failure that is sent twice must not count twice.
     holds = (row["scorer_id"], row["score_attempt"]) == (request.member_id, score.attempt)
     if not holds and held_attempt(row["scorers"], score.attempt) != request.member_id:
         attempt = f"attempt {score.attempt} at scoring group {score.group_id}"
-        return exchange.stale(request, f"{attempt} was never assigned to {request.member_id}")
+        return exchange.replies.stale(request, f"{attempt} was never assigned to {request.member_id}")
     if row["state"] != State.GENERATED:
-        leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
-        return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
+        exchange.workers.note_scores(request.member_id, score)
+        return exchange.replies.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
-        return exchange.stale(request, f"group {score.group_id} holds another text than the scored text")
+        return exchange.replies.stale(request, f"group {score.group_id} holds another text than the scored text")
     if (score.handed_back or score.error) and not holds:
-        return exchange.stale(request, f"attempt {score.attempt} does not hold the task of group {score.group_id}")
+        return exchange.replies.stale(
+            request, f"attempt {score.attempt} does not hold the task of group {score.group_id}"
+        )
     if score.handed_back:
         return _take_back(exchange, run, request, row)
     if score.error:
         return _failed(exchange, run, request, row)
     functions = list(score.functions)
     if functions != [reward.label for reward in run.spec.rewards]:
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request,
             f"scores are of functions {functions}, but the run has {[reward.label for reward in run.spec.rewards]}",
         )
@@ -109,23 +113,22 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     rewards_CF = decode_rewards(score.rewards, size)
     if rewards_CF.shape[1] != len(functions) or np.isinf(rewards_CF).any():
         shape = rewards_CF.shape
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request, f"rewards of shape {shape} do not fit {len(functions)} functions, or are infinite"
         )
     step = _step_of(exchange, run, row)
     totals_C = totals(rewards_CF, run.spec.rewards, step)
     valid_C = totals_C[~np.isnan(totals_C)]
     if np.isinf(valid_C).any():
-        return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
+        return exchange.replies.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
     reference: list[FloatArray] = []
     if _wants_reference(run, row):
         if fault := _fault_of_reference(arrived, row):
-            return exchange.refuse(request, fault)
+            return exchange.replies.refuse(request, fault)
         assert arrived.location is not None
         assert arrived.reference is not None
         reference.append(arrived.reference)
         exchange.ledger.add_payload(run.run_id, score.group_id, "reference", arrived.location)
-    leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
     leases.clear_deaths(exchange, run, score.group_id)
     exchange.ledger.invalidate(BATCH_DUE)
     scored = Scored(
@@ -135,16 +138,16 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         reward=float(valid_C.mean()) if len(valid_C) else None,
     )
     exchange.groups.score(run.run_id, score.group_id, scored)
-    exchange.throughput.scored[request.member_id] += run.share_of_group(row["class"])
+    exchange.workers.note_scores(request.member_id, score, run.share_of_group(row["class"]))
     if line := extra_line(score.group_id, row["digest"], score.extra_json, size):
-        exchange.notice("extra", line=line)
+        exchange.notices.add("extra", line=line)
     if row["class"] != "train":
         evaluation.finish_if_done(exchange, run, row["class"])
     elif run.spec.grpo.use_dynamic_sampling and not _has_advantage(exchange, run, row, rewards_CF, step):
         exchange.drop(run, row, "no_variance", totals=totals_C.tolist())
     else:
         exchange.end_drops_in_a_row(run)
-    return exchange.committed(request)
+    return exchange.replies.committed(request)
 
 
 def _has_advantage(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards_CF: FloatArray, step: int) -> bool:
@@ -191,21 +194,21 @@ def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, 
     if score.crashed:
         leases.on_score_crash(exchange, run, row, request.member_id)
     if score.error and (failures := exchange.count_failure(run, "unavailable")):
-        exchange.warn(
+        exchange.notices.warn(
             f"group {score.group_id} could not be scored and is tried again ({failures} such failures "
             f"in this run, which drop no group): {cut(score.error)}"
         )
-    return exchange.committed(request)
+    return exchange.replies.committed(request)
 
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
     score = request.score
     if exchange.scoring_withheld(run):  # after `resume` the corrected function scores the group
         exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
-        return exchange.committed(request)
+        return exchange.replies.committed(request)
     failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures
     if score.error.endswith(ALIKE):
         allowed = failures
     exchange.groups.fail_scoring(run.run_id, row["group_id"], failures)
     evaluation.fail(exchange, run, row, "scoring", "reward_failed", cut(score.error), failures, allowed)
-    return exchange.committed(request)
+    return exchange.replies.committed(request)

@@ -17,7 +17,9 @@ import numpy as np
 from paceline.errors import SpecError
 from paceline.groups import Completion, Group, IntArray, Version, held_attempt
 from paceline.services.coordinator.exchange import evaluation, leases, turn_logs
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, UploadedTurn
 from paceline.services.coordinator.ledger.groups import Generated, State
@@ -45,41 +47,43 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     result = request.group
     row = exchange.group(run, result.group_id)
     if row is None:
-        return exchange.stale(request, f"no group {result.group_id} in run {run.run_id}")
+        return exchange.replies.stale(request, f"no group {result.group_id} in run {run.run_id}")
     if held_attempt(row["holders"], result.attempt) != request.member_id:
         attempt = f"attempt {result.attempt} of group {result.group_id}"
-        return exchange.stale(request, f"{attempt} was never leased to {request.member_id}")
+        return exchange.replies.stale(request, f"{attempt} was never leased to {request.member_id}")
     if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_decided or group is not None):
         if group is not None and result.digest != row["digest"]:  # else it is the accepted result, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
-            leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
-        return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
+            exchange.workers.note_group(request.member_id, result)
+        return exchange.replies.duplicate(request, f"group {result.group_id} is {row['state']} already")
     # It was decided when the result arrived; since then its record was found damaged, and the group is generated again.
     if arrived.is_decided:
-        return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
+        return exchange.replies.stale(request, f"group {result.group_id} is {row['state']} again")
     if group is None or arrived.location is None:
-        exchange.lease_durations.note_refusal(request.member_id)
-        return exchange.refuse(request, arrived.fault)
+        exchange.workers.lease_durations.note_refusal(request.member_id)
+        return exchange.replies.refuse(request, arrived.fault)
     if fault := _fault_of_form(run, group, run.group_size(row["class"])):
-        return exchange.refuse(request, fault)
+        return exchange.replies.refuse(request, fault)
     if row["class"] != "train":
         pinned = evaluation.pinned_version(exchange, run, row)
         if any(span[:2] != pinned for completion in group.completions for span in completion.spans):
             if row["lease_step"] == pinned.step:  # else the evaluation was pinned to another version since
-                exchange.lease_durations.note_refusal(request.member_id)
+                exchange.workers.lease_durations.note_refusal(request.member_id)
             # Else another worker has the group's episodes.
             if group.rows is None or result.attempt == row["attempt"]:
                 exchange.groups.readmit(run.run_id, result.group_id)
-            return exchange.stale(request, f"group {result.group_id} has tokens of another version than its evaluation")
+            return exchange.replies.stale(
+                request, f"group {result.group_id} has tokens of another version than its evaluation"
+            )
     fault, turn_log = _fault(exchange, run, arrived, row, result.attempt), None
     if not fault and group.rows is not None:
         turn_log = turn_logs.of_group(exchange, run, result.group_id)
         fault = turn_logs.fault_of_result(turn_log, group, arrived.turns)
         if fault and result.attempt < row["attempt"]:
-            return exchange.stale(request, f"a later attempt has changed group {result.group_id}: {fault}")
+            return exchange.replies.stale(request, f"a later attempt has changed group {result.group_id}: {fault}")
     if fault:
-        exchange.lease_durations.note_refusal(request.member_id)
-        return exchange.refuse(request, f"group {result.group_id}: {fault}")
+        exchange.workers.lease_durations.note_refusal(request.member_id)
+        return exchange.replies.refuse(request, f"group {result.group_id}: {fault}")
     if turn_log is not None:  # its tokens were counted turn by turn
         turn_logs.end_left_out(exchange, run, row, turn_log)
     elif row["class"] == "train":
@@ -87,16 +91,15 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if row["attempt"] > 1 or turn_log is not None:  # prefix or turns of earlier attempts
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
-    leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
     leases.clear_deaths(exchange, run, result.group_id)
     generated = Generated(group.num_tokens, group.num_sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
-    exchange.throughput.generated[request.member_id] += run.share_of_group(row["class"])
+    exchange.workers.note_group(request.member_id, result, run.share_of_group(row["class"]))
     if row["class"] == "train":
-        exchange.drops_in_a_row.end_of_generation()
+        run.state.drops_in_a_row.end_of_generation()
     else:
         evaluation.unpin_if_generated(exchange, run, row["class"])
-    return exchange.committed(request)
+    return exchange.replies.committed(request)
 
 
 def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
@@ -110,35 +113,35 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     held = (returned.attempt, request.member_id)
     if row is None or row["state"] != State.LEASED or (row["attempt"], row["member_id"]) != held:
         attempt = f"attempt {returned.attempt} of group {returned.group_id}"
-        return exchange.stale(request, f"{attempt} is not leased to {request.member_id}")
+        return exchange.replies.stale(request, f"{attempt} is not leased to {request.member_id}")
     if returned.data_error_reason not in DATA_ERRORS:
         allowed = ", ".join(sorted(DATA_ERRORS - {""}))
         reason = returned.data_error_reason[:64]
-        return exchange.refuse(request, f"data_error_reason {reason!r} is none of {allowed}")
+        return exchange.replies.refuse(request, f"data_error_reason {reason!r} is none of {allowed}")
     if returned.data_error:
         return _failed(exchange, run, request, row)
     if arrived.frames and run.spec.environment.is_used:
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request,
             f"group {returned.group_id} was returned with samples, but a run with an environment submits them turn by turn",
         )
     if arrived.frames and row["class"] == "train":
         prefix = arrived.group
         if prefix is None or arrived.location is None:
-            return exchange.refuse(request, arrived.fault)
+            return exchange.replies.refuse(request, arrived.fault)
         expected = run.spec.grpo.num_generations_per_prompt
         if prefix.rows is not None or len(prefix.completions) != expected:
             number = len(prefix.completions)
-            return exchange.refuse(
+            return exchange.replies.refuse(
                 request, f"group {returned.group_id} was returned with {number} samples, not {expected}"
             )
         if fault := _fault(exchange, run, arrived, row, returned.attempt):
-            return exchange.refuse(request, f"the prefix of group {returned.group_id}: {fault}")
+            return exchange.replies.refuse(request, f"the prefix of group {returned.group_id}: {fault}")
         exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.location)
         oldest = prefix.oldest_step if prefix.oldest_step >= 0 else row["lease_step"]
         exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)
     exchange.groups.end_lease(run.run_id, returned.group_id, request.member_id, returned.attempt)
-    return exchange.committed(request)
+    return exchange.replies.committed(request)
 
 
 def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
@@ -168,7 +171,7 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     failures, error = row["generation_failures"] + 1, returned.data_error[:MAX_ERROR_CHARS]
     exchange.groups.fail_generation(run.run_id, row["group_id"], failures)
     evaluation.fail(exchange, run, row, "generating", reason, error, failures, allowed)
-    return exchange.committed(request)
+    return exchange.replies.committed(request)
 
 
 ARRAY_BYTES = 8
@@ -193,7 +196,7 @@ def fault_of_group(
         return ""
     versions = {span[:2] for c in group.completions for span in c.spans}
     newest, step = Version(*max(versions, default=(0, 0))), max([step for _, step in versions], default=0)
-    held = exchange.newest_of(member_id)
+    held = exchange.workers.newest_of(member_id)
     is_held = held is not None and newest <= held and step <= held.step
     fault = "" if is_held else _fault_of_existence(exchange, run, newest.session, step)
     if fault := fault or _fault_of_sessions(exchange, run, versions):
@@ -226,7 +229,7 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
     row = exchange.ledger.run(run.run_id)
     # The workers' versions are needed only if the run's row is behind.
     if session > row["session"] or step > row["published_step"]:
-        versions = [*exchange.versions.values(), *exchange.offered.values()]
+        versions = [*exchange.workers.versions.values(), *exchange.workers.offered.values()]
         if session > (bound := max([row["session"], *(version.session for version in versions)])):
             return f"spans has session {session}, but the newest is {bound}"
         if step > (bound := max([row["published_step"], *(version.step for version in versions)])):
@@ -239,7 +242,7 @@ def _fault_of_sessions(exchange: Exchange, run: ActiveRun, versions: Iterable[tu
     restored ledger lacks."""
     begun = exchange.ledger.sessions(run.run_id)
     for session, step in versions:
-        if session < 1 or (begun and session not in begun and session not in exchange.session_numbers):
+        if session < 1 or (begun and session not in begun and session not in exchange.workers.session_numbers):
             return (
                 f"spans has session {session}, which the run never had; its newest session is {max(begun, default=0)}"
             )
@@ -327,18 +330,18 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     assert row is not None
     lives = episodes.lives(run.run_id, turn.group_id, turn.sample)
     if turn.life < lives.current or lives.given_up:
-        return exchange.stale(request, f"life {turn.life} of {_name(turn)} has ended")
+        return exchange.replies.stale(request, f"life {turn.life} of {_name(turn)} has ended")
     last = episodes.last_turn(run.run_id, turn.group_id, turn.sample, lives.current)
     next_turn = 0 if last is None else last["turn"] + 1
     if turn.life == lives.current and turn.index < next_turn:
-        return exchange.duplicate(request, f"turn {turn.index} of {_name(turn)} is in the ledger already")
+        return exchange.replies.duplicate(request, f"turn {turn.index} of {_name(turn)} is in the ledger already")
     if arrived.is_decided:  # it was when the turn arrived; since then its life has ended
-        return exchange.stale(request, f"{_name(turn)} continues after turn {next_turn - 1}")
+        return exchange.replies.stale(request, f"{_name(turn)} continues after turn {next_turn - 1}")
     uploaded = arrived.turn
     if uploaded is None or arrived.location is None:
-        return exchange.refuse(request, arrived.fault)
+        return exchange.replies.refuse(request, arrived.fault)
     if row["class"] != "train" and uploaded.versions != {evaluation.pinned_version(exchange, run, row)}:
-        return exchange.stale(request, f"{_name(turn)} has tokens of another version than its evaluation")
+        return exchange.replies.stale(request, f"{_name(turn)} has tokens of another version than its evaluation")
     fault = (
         _fault_of_order(turn, lives.current, last)
         or fault_of_ids(exchange, run, uploaded.max_id)
@@ -350,7 +353,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
         row_tokens += episodes.row_tokens(run.run_id, turn.group_id, turn.sample, turn.life, uploaded.row_index)
     fault = fault or _fault_of_row(run, uploaded, num_rows, row_tokens)
     if fault:
-        return exchange.refuse(request, f"turn {turn.index} of {_name(turn)}: {fault}")
+        return exchange.replies.refuse(request, f"turn {turn.index} of {_name(turn)}: {fault}")
     episodes.add(
         FinishedTurn(
             run.run_id,
@@ -375,8 +378,8 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     exchange.groups.set_turns(run.run_id, turn.group_id, row["tokens"] + uploaded.num_tokens, oldest_step)
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", uploaded.num_tokens)
-    exchange.lease_durations.note_progress(request.member_id)
-    return exchange.committed(request)
+    exchange.workers.lease_durations.note_progress(request.member_id)
+    return exchange.replies.committed(request)
 
 
 def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
@@ -387,40 +390,42 @@ def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
         return refusal
     assert row is not None
     if end.reason not in REASONS or (end.give_up and end.reason != FAILED):
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request,
             f"reason is {end.reason[:64]!r} with give_up {str(end.give_up).lower()}, but must be "
             f"{' or '.join(REASONS)}; with give_up it must be {FAILED}",
         )
     lives = episodes.lives(run.run_id, end.group_id, end.sample)
     if end.life < lives.current:
-        return exchange.duplicate(request, f"life {end.life} of {_name(end)} has ended already")
+        return exchange.replies.duplicate(request, f"life {end.life} of {_name(end)} has ended already")
     last = episodes.last_turn(run.run_id, end.group_id, end.sample, lives.current)
     if end.life != lives.current or (last is not None and last["last"]):
         why = "the sample is finished" if end.life == lives.current else f"the sample is in life {lives.current}"
-        return exchange.refuse(request, f"life {end.life} of {_name(end)} cannot end: {why}")
+        return exchange.replies.refuse(request, f"life {end.life} of {_name(end)} cannot end: {why}")
     end_life(exchange, run, row, end.sample, end.reason, cut(end.error), give_up=end.give_up)
     if end.reason == FAILED:
         _note_failure(exchange, run, row, end, lives.failures + 1)
-    exchange.lease_durations.note_progress(request.member_id)
-    return exchange.committed(request)
+    exchange.workers.lease_durations.note_progress(request.member_id)
+    return exchange.replies.committed(request)
 
 
 def _note_failure(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, end: pb.EpisodeEnd, failures: int) -> None:
     exchange.ledger.count(run.run_id, f"failures:{FAILED}")
     error, allowed = cut(end.error), run.spec.environment.max_failures
     if not end.give_up:
-        if exchange.failure_counts.failed(error):
-            exchange.warn(f"{_name(end)} failed in its environment ({failures} of {allowed}) and begins again: {error}")
+        if run.state.failure_counts.failed(error):
+            exchange.notices.warn(
+                f"{_name(end)} failed in its environment ({failures} of {allowed}) and begins again: {error}"
+            )
         return
     lives = exchange.ledger.episodes.lives_of_group(run.run_id, row["group_id"])
     size = run.group_size(row["class"])
     if sum(sample.given_up for sample in lives.values()) < size:
-        if number := exchange.failure_counts.dropped(error):
+        if number := run.state.failure_counts.dropped(error):
             alike = f", the {number}th for this cause" if number > 1 else ""
-            exchange.warn(f"{_name(end)} was given up{alike}; its group continues without it: {error}")
+            exchange.notices.warn(f"{_name(end)} was given up{alike}; its group continues without it: {error}")
         return
-    exchange.note_failure(row, "running", FAILED, error, failures, failures)
+    exchange.note_failure(run, row, "running", FAILED, error, failures, failures)
     evaluation.drop(exchange, run, exchange.group(run, row["group_id"]) or row, FAILED, error)
 
 
@@ -436,10 +441,10 @@ def _refusal(
     is_open = row is not None and row["state"] in (State.ADMITTED, State.LEASED)
     if row is None or not is_open or (row["attempt"], row["member_id"]) != (of.attempt, request.member_id):
         attempt = f"attempt {of.attempt} of group {of.group_id}"
-        return exchange.stale(request, f"{attempt} is not leased to {request.member_id}")
+        return exchange.replies.stale(request, f"{attempt} is not leased to {request.member_id}")
     size = run.group_size(row["class"])
     if of.sample >= size:
-        return exchange.refuse(request, f"group {of.group_id} has samples 0 to {size - 1}, not {of.sample}")
+        return exchange.replies.refuse(request, f"group {of.group_id} has samples 0 to {size - 1}, not {of.sample}")
     return None
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from paceline.groups import Group
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.exchange.uploads.intake import GroupTurn
 from paceline.services.coordinator.ledger.segments import Frame, frame_size
 from paceline.services.coordinator.ledger.tables.episodes import FAILED, LEFT_OUT, EndedLife, Lives, left_out_of

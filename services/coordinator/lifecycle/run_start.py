@@ -17,7 +17,7 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import DataError, PacelineError, SpecError
 from paceline.rate_limited_log import unforeseen
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.commands import started_facts
@@ -196,8 +196,8 @@ class RunStarter:
                 self._delays.passed_over.discard(run.run_id)
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})
-                self._exchange.active, self._exchange.end_step = run, self._ledger.end_step(run.run_id)
-                self._exchange.slots_changed()
+                run.state.end_early(self._ledger.end_step(run.run_id))
+                self._exchange.activate(run)
                 if run.validation is not None and run.spec.grpo.val_at_start:
                     evaluation.begin(self._exchange, run, 0)
         return True

@@ -17,7 +17,8 @@ from paceline.services.common.access.rights import GENERATE, Caller
 from paceline.services.common.access.sessions import issue
 from paceline.services.coordinator import sessions
 from paceline.services.coordinator.exchange import admission, evaluation
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.host_plans import HostPlans
@@ -164,7 +165,7 @@ class Assignments:
         for member in self._members.all():
             member.session, member.ready_run, member.weights.version, member.fault = 0, "", None, None
             member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
-        self._exchange.versions.clear()
+        self._exchange.workers.clear_versions()
         self.roster.clear()
 
     def assign(self, member: Member) -> None:
@@ -206,7 +207,7 @@ class Assignments:
         holder = self._sessions.setdefault((run.run_id, newest), hello.member_id)
         if holder != hello.member_id:
             return 0
-        self._exchange.ranks = hello.world_size
+        run.state.note_ranks(hello.world_size)
         return newest
 
     def restore_session(self) -> str | None:
@@ -239,7 +240,7 @@ class Assignments:
             except NotFound as error:
                 no_start = str(error)
             else:
-                self._begin_session(waiting[-1], row, run.spec_yaml, start)
+                self._begin_session(waiting[-1], row, run, start)
         if no_start and (row["state"], row["message"]) != ("paused", no_start):
             await self._pause(run.run_id, no_start)
 
@@ -318,7 +319,7 @@ class Assignments:
         self.end_session()
         await self.assign_learner()
 
-    def _begin_session(self, member: Member, row: sqlite3.Row, spec_yaml: str, start: sessions.Start) -> None:
+    def _begin_session(self, member: Member, row: sqlite3.Row, run: ActiveRun, start: sessions.Start) -> None:
         session = self._numbers.next(row["run_id"], row["session"])
         publish_from_step = max(0, row["published_step"])
         with self._ledger.transaction():
@@ -328,13 +329,13 @@ class Assignments:
             self._ledger.add_event(row["run_id"], "session", content)
             self._ledger.invalidate(f"sessions {row['run_id']}")
         self._sessions[row["run_id"], session] = member.member_id
-        self._exchange.ranks = member.introduction.world_size
+        run.state.note_ranks(member.introduction.world_size)
         while len(self._sessions) > SESSIONS_KEPT:
             self._sessions.pop(next(iter(self._sessions)))
         member.session = session
         assignment = self._assignment(
             row,
-            spec_yaml,
+            run.spec_yaml,
             session=session,
             start_step=start.step,
             checkpoint_path=start.path,

@@ -23,7 +23,9 @@ from paceline.host.resources import process_gauges
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.worker.score_extras import FunctionSums, LoggedMetrics
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
@@ -210,7 +212,7 @@ class RunLog:
         self._warn_of_step(run, step, metrics)
         self._apply_rules(run, step, metrics)
         grpo, trained = run.spec.grpo, step + 1
-        final = trained == self._exchange.num_steps(run)
+        final = trained == run.num_steps
         due = grpo.val_period and trained % grpo.val_period == 0
         if run.validation is not None and (grpo.val_at_end if final else due):
             evaluation.begin(self._exchange, run, trained)

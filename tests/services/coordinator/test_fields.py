@@ -9,7 +9,7 @@ from pathlib import Path
 import paceline.services.coordinator
 
 MAX_FIELDS = 15
-EXCEPTIONS = {"Exchange", "ExchangeServer"}
+EXCEPTIONS = {"ExchangeServer"}
 """Classes of the exchange that still have more."""
 
 

@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.batches import selection, session_faults
 from paceline.services.coordinator.exchange.batches.selection import fix_if_due
+from paceline.services.coordinator.exchange.replies import Outcome
 from paceline.services.coordinator.exchange.spot_check import Observation
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
 from paceline.tracing import step_traceparent
 from paceline.v1 import exchange_pb2 as pb
@@ -22,13 +24,15 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     """Return one rank's part of a step's batch, even if it was served before. Fix the batch first if it is due."""
     body, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
-        return exchange.stale(request, f"session {request.session} has ended; the newest session is {row['session']}")
+        return exchange.replies.stale(
+            request, f"session {request.session} has ended; the newest session is {row['session']}"
+        )
     if body.world_size == 0 or body.rank >= body.world_size:
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request, f"rank {body.rank} of {body.world_size} ranks is not possible; ranks begin at 0"
         )
     session_faults.note_session(exchange, run, request.session)
-    if 0 < exchange.end_step <= body.step <= row["next_step"]:
+    if 0 < run.state.end_step <= body.step <= row["next_step"]:
         return _answer(exchange, request, pb.BATCH_STATE_LAST)
     fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not withdraw a served batch
     wait = replace(_answer(exchange, request, pb.BATCH_STATE_WAIT), empty=True)
@@ -37,7 +41,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     if exchange.withheld(run):
         return wait
     if run.prompts is not None and body.step == row["next_batch"]:
-        exchange.first_requested_s.setdefault(body.step, now_s)
+        run.state.note_request(body.step, now_s)
         if not fix_if_due(exchange, run, now_s):
             return wait
     part = _answer(exchange, request, pb.BATCH_STATE_READY)
@@ -49,7 +53,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
         selection.handle_damaged(exchange, run, damaged)
         return wait  # later requests get the next revision of the batch
     except UnopenedSegment as fault:
-        exchange.note_unopened(fault)
+        exchange.notices.warn_of_unopened(fault)
         return wait
     session_faults.note_served(exchange, run, request.session, body.step, body.world_size)
     return part
@@ -60,14 +64,14 @@ def fix_and_check_served(exchange: Exchange, now_s: float) -> bool:
     if (run := exchange.active) is None:
         return True
     row = exchange.ledger.run(run.run_id)
-    if run.prompts is None or row["next_batch"] > row["next_step"] or exchange.has_last_batch(row):
+    if run.prompts is None or row["next_batch"] > row["next_step"] or run.has_last_batch(row):
         return True
     return not exchange.takes_no_work(run) and fix_if_due(exchange, run, now_s)
 
 
 def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
     """Answer that there is no further step, because the run is not (or no longer) active."""
-    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+    reply = exchange.replies.ok(request)
     reply.batch.state = pb.BATCH_STATE_END
     return Outcome(reply)
 
@@ -77,30 +81,32 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     batch. A receipt that does not agree ends its session, not the run."""
     receipt, row = request.receipt, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
-        return exchange.stale(request, f"session {request.session} has ended; the newest session is {row['session']}")
+        return exchange.replies.stale(
+            request, f"session {request.session} has ended; the newest session is {row['session']}"
+        )
     if receipt.rank >= receipt.world_size:
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request, f"rank {receipt.rank} of {receipt.world_size} ranks is not possible; ranks begin at 0"
         )
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
-        return exchange.refuse(request, f"step {receipt.step} has no batch")
+        return exchange.replies.refuse(request, f"step {receipt.step} has no batch")
     parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size, run.spec.completions_per_prompt)
     if wrong := _disagreement(receipt, parts[receipt.rank] if parts else None):
         message = f"the receipt of step {receipt.step} does not agree with the batch: {wrong}"
         session_faults.record(
             exchange, run, request.session, receipt.step, session_faults.REFUSED, message, rank=receipt.rank
         )
-        return exchange.refuse(request, message)
+        return exchange.replies.refuse(request, message)
     receipts = exchange.ledger.receipts
     receipts.add(run.run_id, request.session, receipt)
     take(exchange, run, receipt)
     if receipt.rank == 0:
-        exchange.notice("metrics", step=receipt.step, session=request.session, metrics=dict(receipt.metrics))
+        exchange.notices.add("metrics", step=receipt.step, session=request.session, metrics=dict(receipt.metrics))
     if receipts.count(run.run_id, request.session, receipt.step, receipt.world_size) == receipt.world_size:
         session_faults.note_trained(exchange, run, request.session, receipt.step)
         if receipt.step == row["next_step"]:
             _trained(exchange, run, receipt.step)
-    outcome = exchange.committed(request)
+    outcome = exchange.replies.committed(request)
     if (head := exchange.ledger.audit_heads.newest()).sequence:
         outcome.reply.receipt.audit_head.CopyFrom(pb.AuditHead(sequence=head.sequence, hash=head.hash))
     return outcome
@@ -138,7 +144,7 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     for group in parts[body.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
-            return exchange.refuse(
+            return exchange.replies.refuse(
                 request, f"step {body.step} is before the oldest checkpoint, so its samples were removed"
             )
         reply.batch.groups.add(
@@ -159,7 +165,7 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchState.ValueType) -> Outcome:
-    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
+    reply = exchange.replies.ok(request)
     reply.batch.state, reply.batch.step = state, request.batch.step
     return Outcome(reply)
 
@@ -174,9 +180,9 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
         ledger.count(run.run_id, "tokens:trained", num_tokens)
         ledger.batches.mark_trained(run.run_id, step)
         ends["chain"] = batch["chain"]
-        metrics = json.loads(batch["metrics_json"]) | exchange.spot_check.metrics()
+        metrics = json.loads(batch["metrics_json"]) | run.state.spot_check.metrics()
     ledger.update_run(run.run_id, **ends)
-    exchange.notice("step", step=step, metrics=metrics)
+    exchange.notices.add("step", step=step, metrics=metrics)
 
 
 def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.BatchReply) -> None:
@@ -186,7 +192,7 @@ def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.Ba
     is_comparable = not (run.spec.environment.is_used or run.spec.policy.generation.allow_biased_sampling)
     if not share or not is_comparable:
         return
-    chosen = exchange.spot_check.chosen(chain) or exchange.spot_check.choose(
+    chosen = run.state.spot_check.chosen(chain) or run.state.spot_check.choose(
         chain, step, exchange.group_queries.samplers_of_step(run.run_id, step), share
     )
     for group in reply.groups:
@@ -198,12 +204,12 @@ def take(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
     batch = exchange.ledger.batches.get(run.run_id, receipt.step) if receipt.comparisons else None
     if batch is None:
         return
-    chosen = exchange.spot_check.chosen(batch["chain"])
+    chosen = run.state.spot_check.chosen(batch["chain"])
     for compared in receipt.comparisons:
         worker = chosen.pop(compared.group_id, "")
         if not worker:
             continue
         observation = Observation(compared.mean, compared.standard_error, compared.tokens)
-        finding = exchange.spot_check.observe(worker, observation)
+        finding = run.state.spot_check.observe(worker, observation)
         if finding is not None and finding.times & (finding.times - 1) == 0:  # the first, second, fourth …
-            exchange.notice("warning", message=finding.explain(), spot_check=worker, nats=finding.mean)
+            exchange.notices.add("warning", message=finding.explain(), spot_check=worker, nats=finding.mean)

@@ -22,9 +22,10 @@ import numpy as np
 from paceline.advantages import Rewards, closed_gates, group_totals, have_advantage
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import FloatArray
+from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.admission import must_wait
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import BATCH_DUE, Exchange
 from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import DamagedRecord
@@ -38,7 +39,7 @@ def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the next batch, if it was requested and is complete; return whether it was fixed. In one transaction the
     check runs once for all ranks that ask, and again only after a group was scored."""
     row = exchange.ledger.run(run.run_id)
-    if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:
+    if row["next_batch"] not in run.state.first_requested_s or row["next_batch"] > row["next_step"]:
         return False
     due = exchange.ledger.decided(BATCH_DUE, lambda: fix(exchange, run, now_s))
     if due:
@@ -60,17 +61,15 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     replaced = exchange.ledger.batches.last_replaced(run.run_id, step)
     revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
     digest = batch_digest(chosen)
-    wait_s = now_s - exchange.first_requested_s.get(step, now_s)
+    wait_s = now_s - run.state.first_requested_s.get(step, now_s)
     metrics = batch_metrics(run.spec, chosen, step, sources_of(exchange, run, chosen)) | {"learner_wait_s": wait_s}
     batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision)
     exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])
-    exchange.slots_changed()
+    run.state.slots_changed()
     exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
     exchange.ledger.invalidate(BATCH_DUE)
-    for times_s in (exchange.first_requested_s, exchange.first_complete_s):
-        for passed in [s for s in times_s if s <= step]:
-            del times_s[passed]
+    run.state.end_requests(step)
     return True
 
 
@@ -86,7 +85,7 @@ def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collect
     exchange.groups.unbatch(run.run_id, step, group_ids)
     ledger.update_run(run.run_id, next_batch=step)
     ledger.invalidate(BATCH_DUE)
-    exchange.slots_changed()
+    run.state.slots_changed()
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
@@ -101,7 +100,7 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
     usable = [group for group in scored if step - group["oldest_step"] <= spec.hard_max_age_steps]
     if len(usable) < run.batch_size:
         return None
-    ready_s = exchange.first_complete_s.setdefault(step, now_s)
+    ready_s = run.state.note_complete(step, now_s)
     if now_s - ready_s < spec.late_wait_s and must_wait(_live(exchange, run), step, run.max_age):
         return None
     return usable[: run.batch_size]
@@ -110,7 +109,7 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
     """Return, for each live group, the step of the oldest version that its tokens can have. Live groups are leased, or
     wait for scores; those leased to suspected workers are left out."""
-    rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
+    rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.workers.suspected
     return [row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected]
 
 
@@ -261,9 +260,9 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
         then = f"{message} when the run has workers"
         exchange.ledger.add_event(run.run_id, "warning", {"message": then})
     elif fix(exchange, run, now_s):
-        exchange.warn(f"{message} without these groups")
+        exchange.notices.warn(f"{message} without these groups")
     else:
-        exchange.warn(f"{message} when enough groups are scored")
+        exchange.notices.warn(f"{message} when enough groups are scored")
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
@@ -330,9 +329,9 @@ def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Non
         exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])
     exchange.ledger.remove_payloads(run.run_id, row["group_id"])
     exchange.groups.generate_again(run.run_id, row["group_id"])
-    exchange.slots_changed()
+    run.state.slots_changed()
 
 
 def _count(exchange: Exchange, run: ActiveRun, message: str) -> None:
     if number := exchange.count_failure(run, "damaged"):
-        exchange.warn(f"{message} ({number} damaged payloads in this run)")
+        exchange.notices.warn(f"{message} ({number} damaged payloads in this run)")

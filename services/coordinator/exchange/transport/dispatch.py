@@ -12,9 +12,11 @@ from paceline.errors import LedgerFault, WireError
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.common.access.rights import EXCHANGE
 from paceline.services.coordinator.exchange import leases, scores, submissions
+from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import delivery
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.exchange.transport.router_socket import PendingRequest
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.members.registry import Standing
@@ -57,11 +59,11 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
             case "receipt":
                 return delivery.take_receipt(exchange, run, request)
             case _:
-                return exchange.refuse(
+                return exchange.replies.refuse(
                     request, "the request has no body that this coordinator understands; update the older side"
                 )
     except WireError as error:
-        return exchange.refuse(request, str(error))
+        return exchange.replies.refuse(request, str(error))
 
 
 def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outcome]:
@@ -75,23 +77,23 @@ def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outco
 def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
     """Refuse a sender that is not (or no longer) a member of this term. Needs no transaction."""
     if request.protocol != PROTOCOL:
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request, f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
         )
     if request.term != exchange.ledger.term:
-        return exchange.stale(
+        return exchange.replies.stale(
             request,
             f"term {request.term} is not the coordinator's term {exchange.ledger.term}; the request's term ended when the coordinator restarted",
         )
     standing = exchange.senders.standing(request.member_id, request.secret)
     if standing is Standing.STRANGER:
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request,
             f"no member {request.member_id[:64]!r} has the secret of this request; say Hello, and send the "
             "secret of the last Welcome with each request",
         )
     if standing is Standing.EARLIER:
-        outcome = exchange.stale(request, "the request's secret is outdated; wait for the next Welcome")
+        outcome = exchange.replies.stale(request, "the request's secret is outdated; wait for the next Welcome")
         outcome.reply.term = 0
         return outcome
     return None
@@ -107,7 +109,7 @@ def refusal_of_key(exchange: Exchange, request: pb.ExchangeRequest, key: bytes) 
     member = exchange.senders.get(request.member_id)
     if member is not None and member.introduction.exchange_key == key:
         return None
-    return exchange.refuse(
+    return exchange.replies.refuse(
         request,
         f"the connection's key does not match the key that member {request.member_id[:64]!r} registered in its Hello; "
         "send over the member's own connection",
@@ -120,7 +122,7 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
     if run is None or request.run_id != run.run_id:
         if kind == "batch":
             return delivery.end(exchange, request)
-        return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current run")
+        return exchange.replies.stale(request, f"run {request.run_id[:64]!r} is not the current run")
     refusal = _refusal_of_wrong_sender(exchange, run, arrived)
     if refusal is not None and refusal.reply.status == pb.REPLY_STATUS_INVALID:
         exchange.note_intruder(kind, request.member_id, refusal.reply.message, "")
@@ -138,10 +140,12 @@ def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrive
         is_asking = kind == "lease" and member.role == common_pb2.ROLE_ROLLOUT
         role = member.role if is_asking else holds_leases(run)
     elif role == common_pb2.ROLE_ENVIRONMENT and not run.spec.environment.is_used:
-        return exchange.refuse(request, f"a {kind} request is refused, because run {run.run_id} has no environment")
+        return exchange.replies.refuse(
+            request, f"a {kind} request is refused, because run {run.run_id} has no environment"
+        )
     if member.role != role:
         name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request, f"only a {name} worker may send a {kind} request; {member.member_id} is a {member.role_name}"
         )
     if role != common_pb2.ROLE_LEARNER or kind not in ROLES:
@@ -149,18 +153,18 @@ def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrive
     body = request.batch if kind == "batch" else request.receipt
     rank = body.rank
     is_newest = request.session == exchange.ledger.run(request.run_id)["session"]
-    if is_newest and exchange.ranks and body.world_size != exchange.ranks:
-        return exchange.refuse(
+    if is_newest and run.state.ranks and body.world_size != run.state.ranks:
+        return exchange.replies.refuse(
             request,
-            f"rank {rank} of {body.world_size} is not a rank of the current learner, which has {exchange.ranks} ranks",
+            f"rank {rank} of {body.world_size} is not a rank of the current learner, which has {run.state.ranks} ranks",
         )
     if rank != member.introduction.rank:
-        return exchange.refuse(
+        return exchange.replies.refuse(
             request,
             f"the request has rank {rank}, but {member.member_id} said Hello as rank {member.introduction.rank}",
         )
     if rank == 0 and request.session != member.session:
-        return exchange.stale(
+        return exchange.replies.stale(
             request, f"session {request.session} is not (or no longer) a session of {member.member_id}"
         )
     return None
@@ -178,7 +182,7 @@ def handle_alone(exchange: Exchange, waiting: PendingRequest, now_s: float) -> O
         raise  # the ledger itself failed: nothing may be acknowledged any more
     except Exception as error:
         logged = unforeseen.note(f"a {waiting.kind} request", error)
-        return exchange.refuse(waiting.request, f"the coordinator failed on this request: {logged}")
+        return exchange.replies.refuse(waiting.request, f"the coordinator failed on this request: {logged}")
 
 
 @contextmanager
@@ -204,6 +208,5 @@ def _undone_alone(exchange: Exchange) -> Iterator[None]:
         with exchange.ledger.savepoint():
             yield
     except BaseException:
-        del exchange.notices[notices:]
-        exchange.slots_changed()
+        exchange.undo(notices)
         raise

@@ -118,7 +118,7 @@ class Receiver:
             waiting = parse(message, self._limits.wait_s)
         except WireError as error:
             seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
-            reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
+            reply = self._exchange.replies.refuse(pb.ExchangeRequest(), str(error)).reply
             self._socket.note_message(message, of_member=False)
             self._socket.send(message.identity, reply)
             return
@@ -135,7 +135,7 @@ class Receiver:
         if refusal is None and introduction:
             return
         if refusal is None and (fault := self.filter.fault(waiting)):
-            refusal = self._exchange.refuse(waiting.request, fault)
+            refusal = self._exchange.replies.refuse(waiting.request, fault)
         if refusal is not None:  # before any part of it is stored or parked
             self._socket.send(waiting.identity, refusal.reply)
             return

@@ -33,7 +33,9 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.coordinator.exchange.batches import delivery, selection
-from paceline.services.coordinator.exchange.state import Exchange, Notice, Outcome
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.exchange.transport.dispatch import (
     handle,
     handle_alone,
@@ -240,7 +242,7 @@ class ExchangeServer:
             with self._exchange.ledger.transaction(synced=False):
                 fault, self._unopened = self._unopened, None
                 if fault is not None:
-                    self._exchange.note_unopened(fault)
+                    self._exchange.notices.warn_of_unopened(fault)
                 while self._damaged:
                     self._answer_anew(self._damaged.popleft())
                     kinds |= {"lease", "batch"}
@@ -270,7 +272,7 @@ class ExchangeServer:
                         self._leases.append(waiting)
                     else:
                         self._finish_request(waiting, handle_alone(self._exchange, waiting, now_s), now_s, committed)
-                committed.notices = self._exchange.take_notices()
+                committed.notices = self._exchange.notices.take()
                 self._record(committed.notices)
         self._syncs.put(committed)
 
@@ -397,7 +399,7 @@ class ParkedRequests:
         return due_requests
 
     def _nothing(self, waiting: PendingRequest) -> Outcome:
-        reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
+        reply = self._exchange.replies.ok(waiting.request)
         if waiting.kind == "batch":
             reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, waiting.request.batch.step
         else:

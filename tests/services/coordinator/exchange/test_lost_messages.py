@@ -218,7 +218,7 @@ def test_the_exchange_keeps_nothing_of_what_is_over(make_world: Any) -> None:
             learner.ask(step + 1)
             learner.ask(step + 10**6)
             learner.train(step)
-        return sizes(world.exchange) | sizes(world.run)
+        return sizes(world.exchange) | sizes(world.exchange.workers) | sizes(world.run) | sizes(world.run.state)
 
     early = train(range(3))
     assert train(range(3, 60)) == early
@@ -237,7 +237,7 @@ def test_a_silent_worker_does_not_take_up_again_leases_of_others(world: World) -
         )
         for worker, ids in ((other, []), (silent, held))
     ]
-    world.exchange.suspected.add("silent")
+    world.exchange.workers.suspected.add("silent")
     with world.ledger.transaction():
         assert leases.revoke_work(world.exchange, ["silent"], with_leases=True) == len(held)
         others, _ = leases.lease_groups(world.exchange, world.run, asked)

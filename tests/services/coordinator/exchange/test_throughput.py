@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from exchange_drivers import Reward, Rollout, World, fill, make_spec
 
-from paceline.services.coordinator.exchange.lease_durations import Throughput
+from paceline.services.coordinator.exchange.workers import Throughput
 
 
 def test_groups_count_where_they_are_committed_and_once(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_groups_count_where_they_are_committed_and_once(tmp_path: Path) -> None:
     (lease,) = rollout.lease()
     rollout.finish(lease)
     rollout.finish(lease)  # sent again, because the reply was lost
-    throughput = world.exchange.throughput
+    throughput = world.exchange.workers.throughput
     assert dict(throughput.generated) == {"a": 3.0}
     assert dict(throughput.scored) == {"r": 2.0}
     world.close()

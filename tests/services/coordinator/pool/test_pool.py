@@ -189,10 +189,10 @@ async def test_an_epoch_names_who_is_ready(plane: Plane) -> None:
     await worker.hear("weight_offer")
     worker.say(weight_ack=ack(run.run_id, 1, 0))
     assert [said.member_id for said in (await trainer.hear("weight_acks")).acks] == ["rollout-1"]
-    assert plane.coordinator.exchange.versions == {"rollout-1": (1, 0)}
+    assert plane.coordinator.exchange.workers.versions == {"rollout-1": (1, 0)}
     worker.say(leave=worker_pb2.Leave())
     await trainer.hear_epoch()
-    assert plane.coordinator.exchange.versions == {}
+    assert plane.coordinator.exchange.workers.versions == {}
 
 
 async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_again(plane: Plane) -> None:
@@ -238,10 +238,10 @@ async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(p
     worker.hang_up()
     await trainer.hear_epoch()
     await plane.watch_until(run.run_id, "member", what="suspected: its stream broke")
-    assert plane.coordinator.exchange.suspected == {"rollout-1"}  # no batch waits for its groups
+    assert plane.coordinator.exchange.workers.suspected == {"rollout-1"}  # no batch waits for its groups
     again = rollout(plane, secret=worker.secret)
     await again.hear("run")
-    assert plane.coordinator.exchange.suspected == set()
+    assert plane.coordinator.exchange.workers.suspected == set()
     again.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
     await trainer.hear_epoch("rollout-1")
 
@@ -255,12 +255,14 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(plane: Plane) ->
     plane.be_silent("rollout-1", 0.6)  # from half the time-out on it is suspected
     coordinator = plane.coordinator
     async with asyncio.timeout(DEADLINE_S), coordinator.context.watchers.changed:
-        await coordinator.context.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+        await coordinator.context.watchers.changed.wait_for(
+            lambda: "rollout-1" in coordinator.exchange.workers.suspected
+        )
     assert plane.coordinator.pool.assignments.roster.member_ids == []
-    assert plane.coordinator.exchange.suspected == {"rollout-1"}
+    assert plane.coordinator.exchange.workers.suspected == {"rollout-1"}
     worker.say(heartbeat=worker_pb2.Heartbeat())
     await plane.watch_until(run.run_id, "member", what="reports again")
-    assert plane.coordinator.exchange.suspected == set()
+    assert plane.coordinator.exchange.workers.suspected == set()
     assert plane.coordinator.pool.assignments.roster.member_ids == ["rollout-1"]
 
 
@@ -282,7 +284,9 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     try:
         await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="joined")
         async with asyncio.timeout(DEADLINE_S), coordinator.context.watchers.changed:
-            await coordinator.context.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+            await coordinator.context.watchers.changed.wait_for(
+                lambda: "rollout-1" in coordinator.exchange.workers.suspected
+            )
     finally:
         belonging.cancel()
         await asyncio.wait((belonging,))
@@ -306,16 +310,16 @@ async def test_leases_of_a_quiet_member_go_to_others_once_the_learner_waits(plan
                 " VALUES (?, 0, 'train', 'leased', 0, 'rollout-1')",
                 (run.run_id,),
             )
-    coordinator.exchange.first_requested_s[0] = 0.0
+    coordinator.exchange.active.state.first_requested_s[0] = 0.0
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "it is heard of"
     member = coordinator.members.get("rollout-1")
     assert member is not None
     member.suspected = True
-    coordinator.exchange.first_requested_s.clear()
+    coordinator.exchange.active.state.first_requested_s.clear()
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "nobody waits for it"
-    coordinator.exchange.first_requested_s[0] = 0.0
+    coordinator.exchange.active.state.first_requested_s[0] = 0.0
     member.connected = False
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "that may be a crash"

@@ -13,7 +13,8 @@ from exchange_drivers import COMMITTED, DUPLICATE, INVALID, OK, MakeWorld, Rewar
 from exchange_service import DEADLINE_S, FOREVER_S, Peer, Service, lease, serving
 
 from paceline.services.coordinator.exchange import scores
-from paceline.services.coordinator.exchange.state import Exchange, Outcome
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.exchange.transport import receiver
 from paceline.services.coordinator.exchange.transport import server as exchange_server
 from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
