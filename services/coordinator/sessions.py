@@ -23,7 +23,7 @@ from typing import NamedTuple
 from paceline.errors import NotFound
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder, checkpoint_folder
-from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.ledger.database import free_name
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import CheckpointingSection

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
 from paceline.services.coordinator.audit import side_records
-from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.file_check import UNREADABLE, VerifyReport, check_file, sentence
 from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger

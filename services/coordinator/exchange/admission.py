@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.groups import Version
-from paceline.services.coordinator.exchange.active_run import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.v1 import common_pb2
 
 
@@ -79,16 +78,12 @@ def serving_samplers(exchange: Exchange, run: ActiveRun) -> list[SamplingWorker]
     return sorted(samplers)
 
 
-def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
-    return common_pb2.ROLE_ENVIRONMENT if run.spec.environment.is_used else common_pb2.ROLE_ROLLOUT
-
-
 def versions_of(
     exchange: Exchange, run: ActiveRun, member_id: str, samplers: Sequence[SamplingWorker]
 ) -> SamplableVersions | None:
     """Return the versions that a worker can sample from; None if the worker gets no leases of this run."""
     member = exchange.senders.get(member_id)
-    if member is None or member.role != holds_leases(run):
+    if member is None or member.role != run.lease_role:
         return None
     if member.role == common_pb2.ROLE_ENVIRONMENT:
         steps = tuple(sorted({sampler.version.step for sampler in samplers}))

@@ -1,11 +1,11 @@
-"""Answers to requests. Each states the content of the ledger."""
+"""Answers to requests. Each states the content of the ledger, in the term of the coordinator. The term of a request is this
+term once its sender is checked (`transport/dispatch.py:refusal_of_sender`); only earlier answers name it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from paceline.array_frames import Buffer
-from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import Frame, StoredFrame
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
@@ -25,33 +25,33 @@ class Outcome:
         return frames if len(frames) == len(self.payloads) else None
 
 
-class Replies:
-    """Makes replies of the coordinator's term."""
+def ok(request: pb.ExchangeRequest) -> pb.ExchangeReply:
+    """Return a reply to be filled with what the request asks for."""
+    return _reply(request, pb.REPLY_STATUS_OK).reply
 
-    def __init__(self, ledger: Ledger):
-        self._ledger = ledger
 
-    def ok(self, request: pb.ExchangeRequest) -> pb.ExchangeReply:
-        """Return a reply to be filled with what the request asks for."""
-        return self._reply(request, pb.REPLY_STATUS_OK)
+def committed(request: pb.ExchangeRequest) -> Outcome:
+    """Answer that the result is in the ledger once this transaction is committed."""
+    return _reply(request, pb.REPLY_STATUS_COMMITTED)
 
-    def committed(self, request: pb.ExchangeRequest) -> Outcome:
-        """Answer that the result is in the ledger once this transaction is committed."""
-        return Outcome(self._reply(request, pb.REPLY_STATUS_COMMITTED))
 
-    def duplicate(self, request: pb.ExchangeRequest, message: str) -> Outcome:
-        """Answer that an earlier result won."""
-        return Outcome(self._reply(request, pb.REPLY_STATUS_DUPLICATE, message))
+def duplicate(request: pb.ExchangeRequest, message: str) -> Outcome:
+    """Answer that an earlier result won."""
+    return _reply(request, pb.REPLY_STATUS_DUPLICATE, message)
 
-    def stale(self, request: pb.ExchangeRequest, message: str) -> Outcome:
-        return Outcome(self._reply(request, pb.REPLY_STATUS_STALE, message))
 
-    def refuse(self, request: pb.ExchangeRequest, message: str) -> Outcome:
-        """Answer that the message is invalid in every state."""
-        return Outcome(self._reply(request, pb.REPLY_STATUS_INVALID, message))
+def stale(request: pb.ExchangeRequest, message: str, term: int | None = None) -> Outcome:
+    return _reply(request, pb.REPLY_STATUS_STALE, message, term)
 
-    def _reply(
-        self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
-    ) -> pb.ExchangeReply:
-        term, request_id = self._ledger.term, request.request_id
-        return pb.ExchangeReply(protocol=PROTOCOL, request_id=request_id, term=term, status=status, message=message)
+
+def refuse(request: pb.ExchangeRequest, message: str, term: int | None = None) -> Outcome:
+    """Answer that the message is invalid in every state."""
+    return _reply(request, pb.REPLY_STATUS_INVALID, message, term)
+
+
+def _reply(
+    request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = "", term: int | None = None
+) -> Outcome:
+    reply = pb.ExchangeReply(protocol=PROTOCOL, request_id=request.request_id, status=status, message=message)
+    reply.term = request.term if term is None else term
+    return Outcome(reply)

@@ -11,20 +11,56 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.data.prompts import PromptSource
 from paceline.services.coordinator.exchange.notices import Notices
-from paceline.services.coordinator.exchange.replies import Replies
+from paceline.services.coordinator.exchange.run_state import RunState
 from paceline.services.coordinator.exchange.workers import Workers
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.batches import Splits
 from paceline.services.coordinator.members.registry import Senders
-
-MAX_GROUP_ID = 2**63 - 1
-"""Largest group id: SQLite's largest integer."""
+from paceline.spec import RunSpec
+from paceline.v1 import common_pb2
 
 BATCH_DUE = "whether the next batch can be fixed"
 """Key of a transaction's decision whether the next batch can be fixed; a scored group invalidates the decision."""
+
+
+@dataclass(frozen=True)
+class ActiveRun:
+    run_id: str
+    spec: RunSpec
+    prompts: PromptSource | None
+    """Prompts to train. None for supervised runs, whose learner reads the data set itself."""
+    validation: PromptSource | None
+    spec_yaml: str = ""
+    """Spec for the workers as YAML, without keys that this version does not know."""
+    state: RunState = field(default_factory=RunState, compare=False)
+
+    @property
+    def batch_size(self) -> int:
+        """B: the number of groups in a step."""
+        return self.spec.grpo.num_prompts_per_step
+
+    @cached_property
+    def lease_role(self) -> common_pb2.Role.ValueType:
+        """Role of the workers that hold the run's leases."""
+        return common_pb2.ROLE_ENVIRONMENT if self.spec.environment.is_used else common_pb2.ROLE_ROLLOUT
+
+    @property
+    def num_steps(self) -> int:
+        return self.state.end_step or self.spec.max_num_steps
+
+    @property
+    def max_age(self) -> int:
+        """η: the largest age, in steps, at admission and at a lease; with `in_order` also of a trained token."""
+        return self.spec.async_grpo.max_trajectory_age_steps
+
+    def has_last_batch(self, row: sqlite3.Row) -> bool:
+        """Return whether the run ends early and all its batches are fixed; `row` is the run's row."""
+        return bool(0 < self.state.end_step <= max(row["next_batch"], row["next_step"]))
 
 
 class Exchange:
@@ -38,7 +74,7 @@ class Exchange:
         self.senders = Senders()
         """Members. Other senders get no leases and no tasks, because nobody would notice that they crash."""
         self.notices = Notices(lambda: self.active.run_id if self.active else "")
-        self.workers, self.replies = Workers(self.notices), Replies(ledger)
+        self.workers = Workers(self.notices)
         self.admission_closed = ""
         """Reason why no group is admitted; empty if only the admission rule decides."""
         self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
@@ -103,11 +139,6 @@ class Exchange:
 
     def sessions(self, run: ActiveRun) -> range:
         return range(1, self.ledger.run(run.run_id)["session"] + 1)
-
-    def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
-        if group_id > MAX_GROUP_ID:
-            return None
-        return self.group_queries.get(run.run_id, group_id)
 
     def take_freed(self) -> bool:
         """Return whether a group was dropped since the last call, so that its slot is free."""

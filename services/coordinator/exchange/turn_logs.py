@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from paceline.groups import Group
-from paceline.services.coordinator.exchange.active_run import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.evaluation import class_of
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.uploads.intake import GroupTurn
 from paceline.services.coordinator.ledger.segments import Frame, frame_size
 from paceline.services.coordinator.ledger.tables.episodes import FAILED, LEFT_OUT, EndedLife, Lives, left_out_of
@@ -152,8 +152,7 @@ def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, turn_log:
     if not lives:
         return
     exchange.ledger.episodes.add_ended(lives)
-    if row["class"] == "train":
-        exchange.ledger.count(run.run_id, f"tokens:dropped:{LEFT_OUT}", sum(life.tokens for life in lives))
+    class_of(row).count(exchange, run, f"tokens:dropped:{LEFT_OUT}", sum(life.tokens for life in lives))
 
 
 def end_life(
@@ -178,5 +177,4 @@ def end_life(
     )
     ledger.note_removed_records(ledger.episodes.end(ended))
     exchange.groups.set_turns(run_id, group_id, *ledger.episodes.total(run_id, group_id))
-    if row["class"] == "train":
-        ledger.count(run_id, f"tokens:dropped:{reason}", tokens)
+    class_of(row).count(exchange, run, f"tokens:dropped:{reason}", tokens)

@@ -169,20 +169,6 @@ class Workers:
     def clear_suspicion(self, member_id: str) -> None:
         self.suspected.discard(member_id)
 
-    def find_overdue(
-        self,
-        now_s: float,
-        leases: Iterable[tuple[str, int, int]],
-        samplers: Collection[str],
-        tasks: Iterable[tuple[str, int, int]],
-        scorers: Collection[str],
-    ) -> list[tuple[str, str]]:
-        """Return the workers that hold leases or tasks for much longer than others need, each with the reason.
-        `samplers` and `scorers` could take some."""
-        unable = self.overdue | self.suspected
-        holders = self.lease_durations.check(now_s, leases, set(samplers) - unable)
-        return holders + self.task_durations.check(now_s, tasks, set(scorers) - unable)
-
     def note_overdue(self, member_id: str) -> None:
         self.overdue.add(member_id)
 

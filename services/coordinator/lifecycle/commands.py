@@ -19,8 +19,8 @@ import xxhash
 
 from paceline.errors import Conflict, InvalidInput, NotFound, Unavailable
 from paceline.host.regular_file import read_named
-from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.batches import selection, session_faults
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, changed_data_warnings

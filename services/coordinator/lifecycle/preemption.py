@@ -16,7 +16,7 @@ import sqlite3
 import time
 
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.lifecycle.run_states import RunStates
 from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.services.coordinator.pool.run_context import RunContext

@@ -17,7 +17,7 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import DataError, PacelineError, SpecError
 from paceline.rate_limited_log import unforeseen
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.active_run import ActiveRun
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.commands import started_facts

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.lifecycle import run_start
 from paceline.services.coordinator.lifecycle.commands import Commands, Resumption

@@ -17,8 +17,7 @@ from paceline.services.common.access.rights import GENERATE, Caller
 from paceline.services.common.access.sessions import issue
 from paceline.services.coordinator import sessions
 from paceline.services.coordinator.exchange import admission, evaluation
-from paceline.services.coordinator.exchange.active_run import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.host_plans import HostPlans

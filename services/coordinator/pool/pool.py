@@ -22,9 +22,8 @@ from paceline.models.loading import named_size
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.rights import current_caller
 from paceline.services.coordinator.exchange import leases
-from paceline.services.coordinator.exchange.active_run import ActiveRun
-from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import session_faults
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.members.introduction import check_place, checked_host
 from paceline.services.coordinator.members.registry import Introduction, LoopLag, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
@@ -70,7 +69,7 @@ class Pool:
         this once they can reach the coordinator: from then on they have the usual time to return before their leases
         are revoked."""
         active = self._exchange.active
-        lease_role = holds_leases(active) if active is not None else common_pb2.ROLE_ROLLOUT
+        lease_role = active.lease_role if active is not None else common_pb2.ROLE_ROLLOUT
         for member_id, role in self._ledger.holders(lease_role):
             # Counted as connected: after a broken stream they would have only half the time, less than a worker's
             # longest back-off.

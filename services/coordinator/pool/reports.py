@@ -15,9 +15,9 @@ from paceline.files.names import EXPORT
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator import sessions
-from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.ledger.tables.checkpoints import stored
 from paceline.services.coordinator.members.introduction import checked_host

@@ -23,9 +23,8 @@ from paceline.host.resources import process_gauges
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.worker.score_extras import FunctionSums, LoggedMetrics
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.notices import Notice
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members

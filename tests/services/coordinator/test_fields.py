@@ -9,7 +9,7 @@ from pathlib import Path
 import paceline.services.coordinator
 
 MAX_FIELDS = 15
-EXCEPTIONS = {"ExchangeServer"}
+EXCEPTIONS: set[str] = set()
 """Classes of the exchange that still have more."""
 
 

@@ -16,13 +16,13 @@ import yaml
 from paceline.data.prompts import open_prompts
 from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.leases import revoke_from_member
 from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.exchange.replies import Outcome
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.requests.table import kind_of, validate_upload
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.transport.dispatch import handle
-from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store, validate_upload
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store
 from paceline.services.coordinator.ledger.ledger import GROUPS_AT_ONCE, Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
 from paceline.services.coordinator.members.registry import Introduction, Member
@@ -122,6 +122,7 @@ class World:
         request.secret = request.secret or self._secret(request)
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
         arrived = Arrived(parsed, list(frames), Limits.of(self.spec))
+        arrived.has_bulk = kind_of(arrived.kind).has_bulk(arrived.frames)
         if arrived.has_bulk:
             validate_upload(arrived)
             store(self.ledger.payloads, [arrived])
@@ -203,7 +204,7 @@ class World:
 
     def group(self, group_id: int) -> Any:
         """The row of a group."""
-        row = self.exchange.group(self.run, group_id)
+        row = self.exchange.group_queries.get(self.run.run_id, group_id)
         assert row is not None
         return row
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from paceline.data.prompts import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
-from paceline.services.coordinator.exchange.active_run import ActiveRun
 from paceline.services.coordinator.exchange.replies import Outcome
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.requests.table import validate_upload
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.transport.dispatch import handle
-from paceline.services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, store
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Introduction, Member
 from paceline.spec import RunSpec

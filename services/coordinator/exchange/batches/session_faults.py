@@ -12,8 +12,8 @@ from __future__ import annotations
 import sqlite3
 from itertools import takewhile
 
-from paceline.services.coordinator.exchange.active_run import ActiveRun, Training
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.run_state import Training
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.tables.batches import SessionFault
 from paceline.v1 import worker_pb2
 

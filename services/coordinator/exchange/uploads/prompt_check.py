@@ -28,11 +28,10 @@ from paceline.encryption.storage_key import StorageKey
 from paceline.groups import IntArray
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.processes.tether import tethered
-from paceline.services.coordinator.exchange.state import MAX_GROUP_ID
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.exchange.uploads.prompt_encoder import prompt_digest
 from paceline.services.coordinator.ledger import database
-from paceline.services.coordinator.ledger.group_queries import GroupQueries
+from paceline.services.coordinator.ledger.group_queries import MAX_GROUP_ID, GroupQueries
 from paceline.spec import PolicySection, RunSpec
 from paceline.user_code.surroundings import passed_variables
 
@@ -41,7 +40,6 @@ LOAD_S = 60.0
 
 ANSWER_S = 10.0
 """Seconds within which the child must answer."""
-
 
 CHILD = "paceline.services.coordinator.exchange.uploads.prompt_encoder"
 CHILD_VARIABLES = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}

@@ -20,12 +20,7 @@ from exchange_drivers import (
 
 from paceline.groups import Version
 from paceline.services.coordinator.exchange import leases
-from paceline.services.coordinator.exchange.workers import (
-    LIMIT_S,
-    MIN_RESULTS,
-    NO_MEDIAN_S,
-    LeaseDurations,
-)
+from paceline.services.coordinator.exchange.workers import LIMIT_S, MIN_RESULTS, NO_MEDIAN_S, LeaseDurations
 from paceline.services.coordinator.members.registry import Fault
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb

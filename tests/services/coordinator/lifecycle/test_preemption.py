@@ -8,7 +8,7 @@ import time
 from control_plane import DEADLINE_S, Plane, Worker, learner, refusal, rollout
 
 from paceline.services.coordinator.audit.verify import verify
-from paceline.services.coordinator.exchange import leases
+from paceline.services.coordinator.exchange.requests.lease import admit
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.preemption import CHECKPOINT_WAIT_S
 from paceline.services.coordinator.lifecycle.run_start import recover
@@ -59,7 +59,7 @@ async def test_a_run_without_a_learner_yields_at_once_and_goes_on_later(running:
     async with owner.context.lock:
         with plane.ledger.transaction():
             assert owner.exchange.active is not None
-            leases.admit(owner.exchange, owner.exchange.active, 4)
+            admit(owner.exchange, owner.exchange.active, 4)
     urgent = (await plane.submit(priority=1)).run_id
     await becomes(plane, urgent, "running")
     row = plane.ledger.run(run_id)

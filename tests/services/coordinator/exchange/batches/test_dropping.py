@@ -9,8 +9,8 @@ import pytest
 from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import Conflict, InvalidInput
-from paceline.services.coordinator.exchange.active_run import RunState, Training
 from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.run_state import RunState, Training
 from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
 
 HELD = Training(3, 7, 1)

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from exchange_service import DEADLINE_S, FOREVER_S, Service, lease, serving
 
 from paceline.errors import Conflict
 from paceline.groups import Version
-from paceline.services.coordinator.exchange import scores
 from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.requests.table import KINDS
 from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.v1 import exchange_pb2 as pb
@@ -167,7 +168,7 @@ async def test_a_request_that_breaks_its_handler_undoes_nothing_else(
     def broken(*_: object) -> None:
         raise KeyError("no such column")
 
-    monkeypatch.setattr(scores, "submit_scores", broken)
+    monkeypatch.setitem(KINDS, "score", replace(KINDS["score"], answer=broken))
     vandal, rollout = service.peer("vandal", ROLE_REWARD), service.rollout("rollout")
     score = pb.ScoreResult(group_id=2**64 - 1)
     await vandal.send(pb.ExchangeRequest(score=score), number=1)

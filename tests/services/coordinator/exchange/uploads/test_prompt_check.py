@@ -18,7 +18,8 @@ from paceline.data.tokens import encode_prompt
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 from paceline.groups import Completion, Group, IntArray, VersionSpan
 from paceline.rate_limited_log import unforeseen
-from paceline.services.coordinator.exchange.uploads.intake import Arrived, validate_upload
+from paceline.services.coordinator.exchange.requests.table import validate_upload
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.demo.task import make_tokenizer

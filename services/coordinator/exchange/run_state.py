@@ -1,17 +1,12 @@
-"""The active run: its spec, its prompts, and its state that is in no file. The state ends with the run's activity: a run
-that is started again gets a new one."""
+"""State of the active run that is in no file. It ends with the run's activity: a run that is started again gets a new one."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.data.prompts import PromptSource
 from paceline.services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
 from paceline.services.coordinator.exchange.spot_check import SpotCheck
-from paceline.spec import RunSpec
 
 
 class Training(NamedTuple):
@@ -100,41 +95,3 @@ class RunState:
     def slots_changed(self) -> None:
         """Clear the cache of `num_ahead`, because a group was opened or ended at a counted slot."""
         self._counted = (0, 0)
-
-
-@dataclass(frozen=True)
-class ActiveRun:
-    run_id: str
-    spec: RunSpec
-    prompts: PromptSource | None
-    """Prompts to train. None for supervised runs, whose learner reads the data set itself."""
-    validation: PromptSource | None
-    spec_yaml: str = ""
-    """Spec for the workers as YAML, without keys that this version does not know."""
-    state: RunState = field(default_factory=RunState, compare=False)
-
-    @property
-    def batch_size(self) -> int:
-        """B: the number of groups in a step."""
-        return self.spec.grpo.num_prompts_per_step
-
-    @property
-    def num_steps(self) -> int:
-        return self.state.end_step or self.spec.max_num_steps
-
-    def group_size(self, group_class: str) -> int:
-        grpo = self.spec.grpo
-        return grpo.num_generations_per_prompt if group_class == "train" else grpo.val_samples_per_prompt
-
-    def share_of_group(self, group_class: str) -> float:
-        """Return the number of completions in a group of this class, relative to a group to train."""
-        return self.group_size(group_class) / self.group_size("train")
-
-    @property
-    def max_age(self) -> int:
-        """η: the largest age, in steps, at admission and at a lease; with `in_order` also of a trained token."""
-        return self.spec.async_grpo.max_trajectory_age_steps
-
-    def has_last_batch(self, row: sqlite3.Row) -> bool:
-        """Return whether the run ends early and all its batches are fixed; `row` is the run's row."""
-        return bool(0 < self.state.end_step <= max(row["next_batch"], row["next_step"]))
