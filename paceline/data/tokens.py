@@ -67,7 +67,7 @@ def load_tokenizer(policy: PolicySection) -> Any:
 
 
 def _ends_of_model(name: str) -> set[int]:
-    """Return the end-of-sequence tokens in the files of a model beside its tokenizer, as the sampler reads them."""
+    """Return the end-of-sequence tokens that the sampler reads from the model's config files."""
     from transformers.utils.hub import cached_file
 
     found: set[int] = set()

@@ -225,7 +225,7 @@ def _become_service(channel_fd: int, log_fd: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     _, _, module, *arguments = request["command"]
     _set_names(request["name"], request["command"])
-    sys.modules["numpy"].random.seed()  # all forks have one state; that of `random` changes by itself
+    sys.modules["numpy"].random.seed()  # forks share NumPy's state; `random` reseeds itself
     gc.enable()
     sys.modules.pop(module, None)  # runs as __main__, as with `python -m`
     sys.argv = [module, *arguments]

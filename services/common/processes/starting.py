@@ -60,7 +60,7 @@ def raise_file_limit() -> int:
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:  # a system may not allow its hard limit
+        except (OSError, ValueError) as error:  # a system may refuse its own hard limit
             log.warning("the limit of open files stays %d, because %d cannot be set: %s", soft, hard, error)
             return soft
     log.info("limit of open files: %d (soft limit at start: %d)", hard, soft)
