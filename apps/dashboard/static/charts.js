@@ -100,7 +100,8 @@ export function labels(values) {
   const exponent = largest >= 1e4 || (largest && largest < 1e-3);
   const text = (v, digits) => (exponent && v ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits))));
   const error = numbers.length > 1 ? Math.min(...numbers.slice(1).map((v, i) => Math.abs(v - numbers[i]))) / 20 : largest / 1e4;
-  const digits = [1, 2, 3, 4, 5, 6, 7].find((d) => numbers.every((v) => Math.abs(Number(text(v, d)) - v) < error)) ?? 8;
+  let digits = 1;
+  while (digits < 15 && !numbers.every((v) => Math.abs(Number(text(v, digits)) - v) < error)) digits++;
   return values.map((v) => (v === null ? "" : text(v, digits)));
 }
 
