@@ -77,7 +77,7 @@ export class ChartGroup {
     const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 }, font: "11px system-ui" };
     const chart = new uPlot({
       width: box.clientWidth, height, series, bands, legend: { show: false },
-      scales: { x: { time: times, distr: log ? 3 : 1, ...(places && { range: [-0.4, places.length - 0.6] }) }, y: { range: (_, low, high) => extent(low, high) } },
+      scales: { x: { time: times, distr: log ? 3 : 1, ...(places ? { range: [-0.4, places.length - 0.6] } : lines.some((line) => line.dots) && { range: (_, low, high) => around(low, high, log) }) }, y: { range: (_, low, high) => extent(low, high) } },
       axes: [{ ...axis, size: times || places ? 42 : 28, values: times ? undefined : (_, values) => labels(values), ...(places && named(places)) },
         { ...axis, size: (_, texts) => Math.max(52, 18 + 7 * Math.max(0, ...(texts || []).map((text) => text.length))), values: (_, values) => labels(values) }],
       cursor: { sync: { key: this.sync.key }, drag: { x: true, y: false }, focus: { prox: 24 } },
@@ -109,6 +109,14 @@ export function labels(values) {
 export function extent(low, high) {
   if (low === null || low === high) return low ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : [0, 1];
   return uPlot.rangeNum(low, high, 0.1, true);
+}
+
+/** Return the limits of a horizontal axis on which whole points are visible at both ends. */
+function around(low, high, log) {
+  if (low === null) return [log ? 1 : 0, log ? 10 : 1];
+  if (log) { const factor = low === high ? 2 : (high / low) ** 0.03; return [low / factor, high * factor]; }
+  const margin = 0.03 * (high - low) || 1;
+  return [low - margin, high + margin];
 }
 
 /** Return how opaque a line is, as the end of its colour. */

@@ -292,6 +292,29 @@ def test_ticks_differ_and_an_axis_of_one_value_is_near_it(browser: Browser) -> N
     assert browser.page.evaluate(call, ["extent", [3, 3]]) == [2.7, 3.3]
 
 
+@pytest.mark.parametrize(
+    ("xs", "log", "limits"),
+    [([1, 4, 11], False, [0.7, 11.3]), ([1, 4, 10], True, [0.93, 10.72]), ([3], False, None), ([3], True, None)],
+)
+def test_the_first_and_the_last_point_are_not_cut(
+    browser: Browser, xs: list[float], log: bool, limits: list[float] | None
+) -> None:
+    page = browser.page
+    page.evaluate(
+        """async ([xs, log]) => {
+            const { ChartGroup } = await import('/static/charts.js')
+            window.group = new ChartGroup()
+            const line = { label: 'trials', xs, ys: xs, dots: true }
+            document.body.append(window.group.figure('History', [line], { log }))
+        }""",
+        [xs, log],
+    )
+    page.wait_for_function("window.group.charts[0]?.scales.x.max > 0", timeout=WAIT_MS)
+    found = page.evaluate("[window.group.charts[0].scales.x.min, window.group.charts[0].scales.x.max]")
+    assert found[0] < xs[0] <= xs[-1] < found[1]
+    assert limits in (None, [round(limit, 2) for limit in found])
+
+
 def test_values_that_a_reward_logged_have_a_chart(browser: Browser) -> None:
     browser.open(f"run/{RUN_ID}")
     assert browser.page.locator("figcaption", has_text="Logged by rewards").count() == 1
