@@ -39,6 +39,7 @@ def refusal(override: str) -> str:
             )
             for name in (":f", "x.py:1f", "x.py:f g")
         ),
+        ("priority=1e30", "priority: must be an integer of at most 64 bits (got 1e+30)"),
         ("grpo.seed=many", "grpo.seed: must be an integer (got 'many')"),
         ("grpo.seed=1.5", "grpo.seed: must be an integer (got 1.5)"),
         ("grpo.seed=-1", "grpo.seed: must be greater than or equal to 0 (got -1)"),
