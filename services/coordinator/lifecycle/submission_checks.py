@@ -39,6 +39,9 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     from paceline.reward.builtin import check_rewards
 
     check_rewards(spec.rewards)
+    for index, reward in enumerate(spec.rewards):
+        if ":" in reward.function:
+            _defined(f"rewards.{index}", reward.function, "function")
     warnings = _check_models(spec)
     _check_template_kwargs(spec)
     data = open_data(spec)
@@ -222,10 +225,12 @@ def _check_models(spec: RunSpec) -> list[str]:
                 "credentials in their environment"
             )
             continue
-        if field == "policy.model_name":
+        if key == "model_name":
             check_weights(Path(name).expanduser(), config, f"{field} {name!r}")
             if isinstance(config, dict):
                 check_architecture(config, f"{field} {name!r}")
+        elif key == "teacher_model_name":  # it may be quantised
+            check_weights(Path(name).expanduser(), {}, f"{field} {name!r}")
     return warnings
 
 
