@@ -270,8 +270,8 @@ def _by_template(tokenizer: Any, messages: Any, template_kwargs: Kwargs, options
             )
     if options.get("tools") and not reads_tools(source):
         raise InvalidInput(
-            "the row has tools, which the chat template of the tokenizer does not read; take a model whose template does, or "
-            "rename the column 'tools'"
+            "the row or its environment has tools, which the chat template of the tokenizer does not read; take a model whose "
+            "template does, set environment.tool_parser, or rename the column 'tools'"
         )
     messages = shown_to(tokenizer, messages, template_kwargs)
     with refusals("the chat template", f"the messages {messages!r:.60}"):

@@ -221,7 +221,9 @@ def value_fault(key: str, item: Any) -> str:
         )
     if kind == "string_type" and isinstance(value, dict | list):
         return f"must be a text; put it into quotes, because YAML reads this value as a {kind_of(value).split()[-1]}"
-    words = _KINDS.get(kind) or _KINDS.get(kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type"))
+    words = _KINDS.get(kind) or _KINDS.get(
+        kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type")
+    )
     return _with(words or str(item["msg"]), hint)
 
 
