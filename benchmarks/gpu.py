@@ -50,7 +50,7 @@ SELECTIVE = {"activation_checkpointing": "selective"}
 
 @dataclass(frozen=True)
 class Case:
-    """Something to measure by `function` of `benchmarks/gpu_cases`, or by one of this file."""
+    """One measurement, made by `function` of `benchmarks/gpu_cases` or of this file."""
 
     name: str
     function: str

@@ -73,7 +73,7 @@ def _load(item: dict[str, Any]) -> LoadedFunction:
 
 
 def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, num_processes: int) -> dict[str, Any]:
-    """Return the reply to a call, with the sums of the call's requests to services even if the call failed."""
+    """Return the reply to a call. Even if the call failed, the reply has the totals of its requests to services."""
     view = CallView(group.get("trainer_state"), loaded.label, loaded.timeout_s, num_processes)
     return {**_outcome(loaded, group, loop, view), "usage": view.usage}
 

@@ -21,7 +21,7 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.services.cli.chat import spec_of_model, with_generation
 from paceline.services.cli.render import FOLDER
 from paceline.services.common.options import device_option, directory_option, json_option, print_json
-from paceline.services.common.processes.starting import quiet_libraries
+from paceline.services.common.processes.starting import set_library_variables
 from paceline.spec import RunSpec
 from paceline.spec.sections.data import DataSource
 from paceline.spec.sections.user_code import RewardFunctionSection
@@ -114,7 +114,7 @@ def evaluate(
     from paceline.data.preparation.prepared import prepared_data
     from paceline.models.evaluation_results import write_result
 
-    quiet_libraries()
+    set_library_variables()
     if harness is not None:
         found = _by_harness(harness, arguments, model, device, directory, seed)
         _report(write_result(output, *found), output, as_json)

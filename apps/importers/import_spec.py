@@ -189,8 +189,8 @@ def read_yaml(path: Path, library: str) -> dict[str, Any]:
 
 
 def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the `section.key=value` words of a shell script, and a note for each that only a run knows. Raises
-    SpecError."""
+    """Return the `section.key=value` words of a shell script, and a note for each value that is known only while the
+    script runs. Raises SpecError."""
     found: dict[str, Any] = {}
     notes = []
     for command in shell.commands(path.read_text(encoding="utf-8")[:MAX_BYTES]):

@@ -171,7 +171,7 @@ def _batch(done: Conversion) -> None:
 
 
 def _lengths(done: Conversion) -> None:
-    for section in ("grpo", *EXAMPLES):
+    for section in ("grpo", "distillation", *EXAMPLES):
         if done.settings.get(f"{section}.max_num_steps") == -1:
             done.take(f"{section}.max_num_steps")
         if done.settings.get(f"{section}.val_batches") == -1:

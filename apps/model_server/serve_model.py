@@ -17,7 +17,7 @@ from paceline.services.cli.chat import changed, spec_of_model, with_generation
 from paceline.services.cli.render import FOLDER, PATH
 from paceline.services.common.access.insecure import check_host, insecure_option
 from paceline.services.common.options import MAX_MB, PORT, device_option, directory_option
-from paceline.services.common.processes.starting import quiet_libraries
+from paceline.services.common.processes.starting import set_library_variables
 
 if TYPE_CHECKING:
     from paceline.apps.model_server.trace_log import TraceLog
@@ -87,7 +87,7 @@ def main(
     from paceline.services.common.processes.starting import announce
     from paceline.services.common.serving.grpc_server import run_service
 
-    quiet_libraries()
+    set_library_variables()
     label = name or model_label(model)
     required = context.get_parameter_source("public_key") is ParameterSource.COMMANDLINE
 

@@ -1,4 +1,4 @@
-"""What the card can do at most, and the two heaviest parts of a step beside it: attention over packed rows, and the LM head."""
+"""Measures the card's peak rates, and a step's two heaviest parts: attention over packed rows, and the LM head."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Renders conversations with the tokenizer's chat template, and bridges turns by the difference of two renderings.
 
-The text behind a turn is the rendering of the conversation with the answer and the new messages, without the rendering
+The text after a turn is the rendering of the conversation with the answer and the new messages, minus the rendering
 that ends with the answer. This is correct only if the template extends what it has written, so both renderings must
 begin alike:
 
@@ -8,8 +8,9 @@ begin alike:
     A = render(history + answer)            begins with H; E is the end of the answer in it
     B = render(history + answer + new)      begins with A up to E; what follows is the bridge
 
-E is where the template writes the token that ended the turn, behind H. A turn without an end (it reached its length or
-a stop string) is closed with the tokenizer's end of sequence, as the template does. Otherwise there is no bridge.
+E is where the template writes, after H, the token that ended the turn. A turn without an end (it reached its length or
+a stop string) is closed with the tokenizer's end of sequence, as the template does. If the renderings do not begin alike, there is
+no bridge.
 
 If the template writes no calls, the messages have the calls as text in the format of the spec.
 """

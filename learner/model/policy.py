@@ -254,7 +254,7 @@ def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    # Inputs or weights may have been cast after loading; few CPUs have such a kernel in oneDNN.
+    # Inputs or weights may have been cast after loading; oneDNN has kernels of other types on few CPUs.
     if not inputs.dtype == module.weight.dtype == torch.float32:
         return nn.functional.linear(inputs, module.weight, module.bias)
     out: Tensor = _OneDnnProduct.apply(inputs, module.weight)  # type: ignore[no-untyped-call]

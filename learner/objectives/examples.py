@@ -118,7 +118,7 @@ class ExampleSource:
         return self._count * (1 if self._validation else self._section.max_num_steps)
 
     def _other(self, cursor: int) -> int:
-        """Return the example of the same batch whose completion follows this one's prompt when KTO measures its KL."""
+        """Return the example of the same batch whose completion KTO joins to the prompt of `cursor` to measure the KL."""
         first = cursor - cursor % self._count
         return first + (cursor + 1 - first) % self._count
 

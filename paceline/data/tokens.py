@@ -67,7 +67,7 @@ def load_tokenizer(policy: PolicySection) -> Any:
 
 
 def _ends_of_model(name: str) -> set[int]:
-    """Return the end-of-sequence tokens in the files of a model beside its tokenizer, as the sampler reads them."""
+    """Return the end-of-sequence tokens that the sampler reads from the model's config files."""
     from transformers.utils.hub import cached_file
 
     found: set[int] = set()
@@ -270,8 +270,8 @@ def _by_template(tokenizer: Any, messages: Any, template_kwargs: Kwargs, options
             )
     if options.get("tools") and not reads_tools(source):
         raise InvalidInput(
-            "the row has tools, which the chat template of the tokenizer does not read; take a model whose template does, or "
-            "rename the column 'tools'"
+            "the row or its environment has tools, which the chat template of the tokenizer does not read; take a model whose "
+            "template does, set environment.tool_parser, or rename the column 'tools'"
         )
     messages = shown_to(tokenizer, messages, template_kwargs)
     with refusals("the chat template", f"the messages {messages!r:.60}"):

@@ -33,8 +33,8 @@ def own_folder(folder: Path, variable: str) -> Path:
         if why := _why_open(place, is_parent=is_parent):
             trust = f"; if you trust whoever may write there, name {place} in {VARIABLE} instead" if is_parent else ""
             raise Unreadable(
-                f"{folder} is not used, because {why}, and could change what this process reads there; make a folder "
-                f"with `mkdir -m 700` in one of your own, and name it in {variable}{trust}"
+                f"{folder} is not used: {why}, so another user could change what this process reads there; make a "
+                f"folder with `mkdir -m 700` inside a folder of your own, and set {variable} to it{trust}"
             )
     return folder
 
@@ -49,7 +49,7 @@ def _way_to(folder: Path, real: Path) -> Iterator[Path]:
             if place in trusted:
                 break
             if place.is_symlink():
-                yield place  # is judged before it is followed
+                yield place  # checked before the link is followed
                 ways.append(place.parent / place.readlink())  # also with "..", which is no parent of a link's target
             elif place.resolve() not in trusted:
                 yield place

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ LARGE_TENSOR_BYTES = 8 << 20
 HEAP_WASTE = 1.3
 """Bytes of holes in the heap on CPUs for each byte of a pass's tensors below LARGE_TENSOR_BYTES. glibc before 2.38
 never reuses an aligned block for one of the same size (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
+LEAST_CACHE_ROWS = 8
 GATHERED_LAYERS = 2
 """Number of layers whose weights FSDP has gathered at the same time: the current one and the next."""
 
@@ -74,7 +76,8 @@ def estimate(
     """Return the memory of a learner's rank and of a rollout worker. Each of S shards holds 1/S of weights, gradients
     and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T are trained, with s bytes of
     `optimizer.state_dtype`. On CPUs rank 0 also holds the published version, as wide as the sampler's weights. A
-    sampler holds its weights, the next ones during a transfer, and keys and values of all its sequences. `shards`
+    sampler holds its weights, the next ones during a transfer, and keys and values of the run's sequences, as if it had
+    all of them; requests of others than the run come on top, up to max_batch_size sequences in all. `shards`
     ranks divide a copy of the model; None: as in `policy.parallel`, by default all ranks. `learner_on_gpu` and
     `sampler_on_gpu` say where both compute; None: on GPUs if the spec names GPUs for them."""
     policy = spec.policy
@@ -110,7 +113,7 @@ def estimate(
             "process": CONTEXT_BYTES if sampler_on_gpu else SAMPLER_BYTES,
             "weights": generation * shape.parameters,
             "incoming": 0 if sampler_on_gpu else generation * trained,
-            "key-value cache": policy.generation.batch_size(on_gpu=sampler_on_gpu)
+            "key-value cache": cache_rows(_sequences(spec), policy.generation.batch_size(on_gpu=sampler_on_gpu))
             * policy.max_total_sequence_length
             * key_value_bytes(shape, generation),
         }
@@ -145,6 +148,26 @@ def tokens_of_update(spec: RunSpec) -> int:
     return (
         -(-sequences // (spec.cluster.learner_ranks * policy.num_updates_per_step)) * policy.max_total_sequence_length
     )
+
+
+def cache_rows(sequences: int, most: int) -> int:
+    """Return the rows of the native engine's cache for this number of sequences: 8 and its doubles, but not over `most`."""
+    rows = LEAST_CACHE_ROWS
+    while rows < min(sequences, most):
+        rows *= 2
+    return min(rows, most)
+
+
+def _sequences(spec: RunSpec) -> int:
+    """Return the largest number of sequences that the run samples at a time: those of all open groups (`admissible` of
+    the coordinator's exchange), and of an evaluation. An agent's program may send any number of requests."""
+    grpo = spec.grpo
+    if spec.environment.agent or spec.environment.command:
+        return sys.maxsize
+    groups = (spec.async_grpo.max_trajectory_age_steps + 1) * grpo.num_prompts_per_step
+    is_evaluated = grpo.val_period or grpo.val_at_start or grpo.val_at_end
+    evaluated = grpo.max_val_samples * grpo.val_samples_per_prompt if is_evaluated else 0
+    return groups * grpo.num_generations_per_prompt + evaluated
 
 
 def _activation_bytes(policy: PolicySection, shape: ModelShape, tokens: int, compute: int) -> int:

@@ -396,7 +396,7 @@ def checked_plan(spec: RunSpec) -> RunSpec:
     SpecError if the load of a GPU of cluster.gpu_gb does not fit."""
     shape = read_shape(spec.policy.model_name)
     if shape is None:
-        return with_engine(spec)[0]  # the coordinator, which may have it, decides the rest
+        return with_engine(spec)[0]  # the coordinator may have the model, and decides the rest
     spec, chosen = planned(spec, shape, Room())
     for line in chosen:
         log.info("%s", line)

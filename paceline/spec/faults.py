@@ -54,7 +54,7 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
         if dotted(location) in keys():
             return [f"{typed}: missing; every spec must set it"]
         return [
-            f"{_typed(location[:-1])}: too short, because value {location[-1] + 1} is missing (got {reprlib.repr(value)})"
+            f"{_typed(location[:-1])}: must have {_num_values(dotted(location[:-1]))} values (got {reprlib.repr(value)})"
         ]
     if item["type"] == "value_error":
         return [f"{typed}: {message}" if typed else message]
@@ -63,8 +63,17 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
     if isinstance(value, dict) and (foreign := _foreign_below(typed, value, algorithm)):
         return foreign
     if union is not None:  # pydantic reports one fault for each member of the union
-        return [f"{typed}: must be {keys()[dotted(union)].type_text} (got {reprlib.repr(value)})"]
+        wanted = keys()[dotted(union)].type_text
+        wanted = "have at least 1 value" if value == [] and "list" in wanted else f"be {wanted}"
+        return [f"{typed}: must {wanted} (got {reprlib.repr(value)})"]
     return [f"{typed}: {value_fault(dotted(location), item)} (got {reprlib.repr(value)})"]
+
+
+def _num_values(key: str) -> int:
+    """Return the number of values of a key that takes a list of this length, or null."""
+    annotation = keys()[key].field.annotation
+    (values,) = (get_args(each) for each in (annotation, *get_args(annotation)) if get_origin(each) is tuple)
+    return len(values)
 
 
 def _union_above(location: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -175,6 +184,7 @@ _KINDS = {
     "dict": "must be a mapping",
     "tuple": "must be a list",
     "finite_number": "must be a finite number",
+    "int_parsing_size": "must be an integer of at most 64 bits",
 }
 _SIGNS = {
     "greater_than": "must be greater than {gt}",
@@ -182,6 +192,8 @@ _SIGNS = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be less than or equal to {le}",
 }
+
+_LENGTHS = {"string_too_short": "at least", "string_too_long": "at most", "too_short": "at least"}
 
 
 def value_fault(key: str, item: Any) -> str:
@@ -199,11 +211,19 @@ def value_fault(key: str, item: Any) -> str:
         return _with(_pattern(key, value), hint)
     if kind.startswith("model") or kind == "dataclass_type":
         return _with(f"is a section: keys with values, such as {_example(key)}", hint)
-    if kind in ("too_long", "too_short", "missing_argument"):
+    if kind in ("too_long", "missing_argument"):
         return _with(f"must have {context.get('max_length', context.get('min_length'))} values", hint)
+    if kind in _LENGTHS:
+        bound = context.get("min_length", context.get("max_length"))
+        return _with(
+            f"must have {_LENGTHS[kind]} {bound} {'character' if 'string' in kind else 'value'}{'s' * (bound != 1)}",
+            hint,
+        )
     if kind == "string_type" and isinstance(value, dict | list):
         return f"must be a text; put it into quotes, because YAML reads this value as a {kind_of(value).split()[-1]}"
-    words = _KINDS.get(kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type"))
+    words = _KINDS.get(kind) or _KINDS.get(
+        kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type")
+    )
     return _with(words or str(item["msg"]), hint)
 
 

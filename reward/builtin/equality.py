@@ -160,7 +160,7 @@ def _unordered(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool:
     """Return whether the items pair one to one. The first match is taken, because equality is almost transitive."""
     if len(gold) != len(answer) or len(gold) > MAX_ITEMS:
         return False
-    left = list(answer)  # each pair is compared once, because nested sets would double the work at each level
+    left = list(answer)  # compare each pair once: twice would double the work at each level of nested sets
     for item in gold:
         partner = next((index for index, other in enumerate(left) if same_value(item, other)), None)
         if partner is None:

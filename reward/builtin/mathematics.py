@@ -49,7 +49,7 @@ def equal_answers(gold: str, answer: str) -> bool:
         return True
     value = read(gold)
     candidates = {answer, without_label(answer)}
-    # A comma is a decimal comma, and separates no list, if the other side is a number.
+    # If one answer is a number, a comma in the other one is a decimal comma and separates no list.
     if value is not None and value.kind == "number":
         candidates.add(_with_point(answer))
     elif (number := read(answer)) is not None and number.kind == "number":

@@ -274,7 +274,7 @@ def _run_pytest(request: dict[str, Any], report: Report) -> None:
                 return (yield)
             except TimeUp:
                 failures.append(("time", f"more than {clock.time_s:g} s"))
-                raise RuntimeError("the test has passed its time limit") from None
+                raise RuntimeError("the test exceeded its time limit") from None
             except AssertionError as error:
                 failures.append(("wrong", _text(error)))
                 raise

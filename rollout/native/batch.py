@@ -264,7 +264,7 @@ class DecodeBatch:
         """Return the indices of the sequences whose newest token completes a stop string."""
         for sequence, last_id in zip(self.sequences, last_ids, strict=True):
             scanner, num_tokens = sequence.scanner, self._step - sequence.birth - sequence.prompt_length
-            # Sequences that were running while others join have no new token.
+            # Sequences that already run get no token while others join.
             if scanner is not None and scanner.num_tokens < num_tokens:
                 scanner.push([last_id])
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]

@@ -1,6 +1,6 @@
 """The key-value cache of a batch whose sequences have different lengths.
 
-A transformers `Cache` over fixed slots: new keys and values are written in place at each slot's position, so a decode
+A transformers `Cache` over slots: new keys and values are written in place at each slot's position, so a decode
 step copies no earlier keys or values, and attention reads a view. Promise: slots [0, n) are the running ones, and each
 attends to its first `length` positions only. Axis suffixes: S slots, R slots in use, H key-value heads, C capacity, T
 new tokens, D head size.
@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from paceline.models.memory_estimate import cache_rows
+
 BLOCK_TOKENS = 64
 
 
 class SlotCache(Cache):
-    """Keys and values of up to `num_slots` sequences, per layer [S, H, C, D]; right-padded, allocated on first use.
+    """Keys and values of up to `num_slots` sequences, per layer [S, H, C, D]; right-padded, allocated as they are used.
     Call one of two methods before each forward pass: `begin_prefill` (sequences from their first token on, causal,
     no mask needed) or `begin_decode` (one token for each of the first slots, with `decode_mask`)."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(layers=[])
         self.num_slots = num_slots
+        self.rows = 0
         self.capacity = 0
         self._keys_SHCD: dict[int, Tensor] = {}
         self._values_SHCD: dict[int, Tensor] = {}
@@ -35,28 +38,32 @@ class SlotCache(Cache):
         self._positions_R: Tensor | None = None
         self._kv_length = 0
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for sequences of `num_tokens`; grow by half, so that each token is copied about once."""
-        if num_tokens <= self.capacity:
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Make room for `num_rows` sequences of `num_tokens`. Sequences grow by half, so that each token is copied about
+        once; the number of rows is `cache_rows`."""
+        if num_rows <= self.rows and num_tokens <= self.capacity:
             return
-        num_positions = max(num_tokens, self.capacity * 3 // 2)
-        self.capacity = -(-num_positions // BLOCK_TOKENS) * BLOCK_TOKENS
+        if num_rows > self.rows:
+            self.rows = cache_rows(num_rows, self.num_slots)
+        if num_tokens > self.capacity:
+            num_positions = max(num_tokens, self.capacity * 3 // 2)
+            self.capacity = -(-num_positions // BLOCK_TOKENS) * BLOCK_TOKENS
         for store_SHCD in (self._keys_SHCD, self._values_SHCD):
             for layer, old_SHCD in store_SHCD.items():
                 new_SHCD = self._allocate(old_SHCD)
-                new_SHCD[:, :, : old_SHCD.shape[2]] = old_SHCD
+                new_SHCD[: old_SHCD.shape[0], :, : old_SHCD.shape[2]] = old_SHCD
                 store_SHCD[layer] = new_SHCD
 
     def begin_prefill(self, first_row: int, num_rows: int, num_tokens: int, source_R: Tensor | None) -> None:
         """Prepare a pass over the first `num_tokens` positions of rows [first_row, first_row + num_rows). If rows share
         a prompt, `source_R` gives the row of the pass for each row of the cache; None: the same row."""
-        self.reserve(num_tokens)
+        self.reserve(first_row + num_rows, num_tokens)
         self._first_row, self._num_rows, self._source_R = first_row, num_rows, source_R
         self._positions_R = None
 
     def begin_decode(self, rows_R: Tensor, positions_R: Tensor, kv_length: int) -> None:
         """Prepare a pass that adds one token to each of `rows_R` = 0 … R-1, at `positions_R`, all below `kv_length`."""
-        self.reserve(kv_length)
+        self.reserve(len(rows_R), kv_length)
         self._num_rows = len(rows_R)
         self._rows_R, self._positions_R, self._kv_length = rows_R, positions_R, kv_length
 
@@ -104,7 +111,7 @@ class SlotCache(Cache):
         """Write the result of `read_row` to each of the rows [first_row, end_row)."""
         for layer, keys_HTD, values_HTD in layers_HTD:
             num_tokens = keys_HTD.shape[1]
-            self.reserve(num_tokens)
+            self.reserve(end_row, num_tokens)
             self._keys_SHCD[layer][first_row:end_row, :, :num_tokens] = keys_HTD
             self._values_SHCD[layer][first_row:end_row, :, :num_tokens] = values_HTD
 
@@ -135,4 +142,4 @@ class SlotCache(Cache):
     def _allocate(self, like_RHTD: Tensor) -> Tensor:
         # Zeros, not empty memory: attention multiplies masked values by 0, and 0 times a NaN is a NaN.
         _, num_heads, _, head_size = like_RHTD.shape
-        return like_RHTD.new_zeros(self.num_slots, num_heads, self.capacity, head_size)
+        return like_RHTD.new_zeros(self.rows, num_heads, self.capacity, head_size)

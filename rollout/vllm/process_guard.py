@@ -40,7 +40,7 @@ KILL_S = 10.0
 
 
 class ProcessGuard:
-    """The owner's object for a guard. Make it before the engine, pass on `environment`, `close` it afterwards."""
+    """The owner's object for a guard. Make it before the engine, start the engine with `environment`, then `close` it."""
 
     def __init__(self) -> None:
         # The resource tracker of this process removes the process's semaphores at its end. It has to run before the

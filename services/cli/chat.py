@@ -15,7 +15,7 @@ from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
 from paceline.services.cli.recorded.source import opened_ledger
 from paceline.services.common.options import coordinator_option, directory_option, find_run, json_option, print_json
-from paceline.services.common.processes.starting import quiet_libraries
+from paceline.services.common.processes.starting import set_library_variables
 from paceline.services.common.reporting.terminal import visible
 from paceline.spec import RunSpec
 
@@ -45,7 +45,7 @@ def chat(
 
     A model without a chat template continues each line by itself. An empty line or the end of the input ends the chat.
     """
-    quiet_libraries()
+    set_library_variables()
     spec = changed(spec_of_model(model, directory), temperature, max_new_tokens, system)
     asyncio.run(_chat(spec, seed))
 
@@ -278,7 +278,7 @@ def generate(
 ) -> None:
     """Request completions of PROMPT from the rollout worker with the newest weights; with --json as JSON lines."""
     if exported is not None:
-        quiet_libraries()
+        set_library_variables()
         spec = changed(spec_of_model(exported, directory), temperature, max_new_tokens)
         for text, sampled in asyncio.run(_from_export(spec, prompt, n, seed)):
             spans = [[s.start, s.end, s.session, s.step] for s in sampled.spans]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ STYLES = {"warning": "yellow", "evaluation": "green", "state": "bold", "session"
 """Colour of an event's line on a terminal, by kind."""
 
 STEP_COLUMNS = 80
+MESSAGE_COLUMNS = 48
 CURVE_COLUMNS = 40
 
 VERBS = {"succeeded": "has", "failed": "has", "cancelled": "was"}
@@ -56,8 +58,19 @@ def run_row(facts: Facts) -> list[str]:
         str(opened),
         f"{facts['tokens'].get('trained', 0):,}" if any(facts["tokens"].values()) else "-",
         duration(facts["age_s"]),
-        facts["message"],
+        facts["message"] if len(facts["message"]) <= MESSAGE_COLUMNS else f"{facts['message'][:MESSAGE_COLUMNS]} …",
     ]
+
+
+def long_messages(runs: Sequence[Facts]) -> Iterator[str]:
+    """Yield lines with each run's message that its row cuts."""
+    for facts in runs:
+        if len(facts["message"]) > MESSAGE_COLUMNS:
+            yield f"{facts['run_id']}:"
+            words = visible(facts["message"])
+            yield textwrap.fill(
+                words, 100, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
 
 
 def state_cell(facts: Facts) -> str:

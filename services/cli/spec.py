@@ -27,6 +27,8 @@ def spec(file: str | None, overrides: tuple[str, ...], explain: str | None, as_j
         loaded = load_spec(file, overrides)
         check_rewards(loaded.rewards)
         check_model_here(loaded.policy.model_name, "policy.model_name")
+        if loaded.value.model_name is not None:
+            check_model_here(loaded.value.model_name, "value.model_name")
         if as_json:
             print_json(loaded.model_dump(mode="json"))
         else:

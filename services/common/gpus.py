@@ -119,8 +119,8 @@ def missing_gpus(cluster: ClusterSection, number: int) -> str:
         for gpu in _gpus_of(cluster, role):
             if gpu >= number:
                 return (
-                    f"the spec asks for GPU {gpu} (cluster.{role}_gpus), and this host shows {_count(number)}, counted from "
-                    f"0; see `paceline doctor` and CUDA_VISIBLE_DEVICES, name other GPUs, or set cluster.{role}_gpus=[] for CPUs"
+                    f"the spec asks for GPU {gpu} (counted from 0; cluster.{role}_gpus), and this host shows {_count(number)}; "
+                    f"see `paceline doctor` and CUDA_VISIBLE_DEVICES, name other GPUs, or set cluster.{role}_gpus=[] for CPUs"
                 )
     return ""
 
@@ -147,7 +147,7 @@ def _left_on_cpus(cluster: ClusterSection, number: int, rollout: bool) -> str:
         return ""
     return (
         f"{without[0]} computes on CPUs: cluster.{without[0]}_gpus is empty and other keys name GPUs; this host shows "
-        f"{_count(number)}, counted from 0"
+        f"{_count(number)}"
     )
 
 

@@ -16,7 +16,12 @@ from paceline.host.process import end_with, keep_private
 from paceline.host.resources import keep_freed_memory
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.options import functions_from_option, linux_only, token_file_option, worker_options
-from paceline.services.common.processes.starting import announce, die_with_starter, quiet_libraries, raise_file_limit
+from paceline.services.common.processes.starting import (
+    announce,
+    die_with_starter,
+    raise_file_limit,
+    set_library_variables,
+)
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, remind, run_service
 from paceline.services.common.user_code_options import choose_isolation, user_code_options
@@ -58,7 +63,7 @@ def main(
     """An environment worker: runs the episodes of the coordinator's run, with tokens from rollout workers."""
     die_with_starter()
     keep_private()
-    quiet_libraries()
+    set_library_variables()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("environment")
     raise_file_limit()

@@ -92,7 +92,7 @@ def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: b
             break
     listener.close()
     relay.close()
-    # Threads that send to another host may wait for it.
+    # Threads that send to another host may be blocked by it.
     os._exit(0)
 
 

@@ -16,7 +16,7 @@ import click
 from paceline.errors import PacelineError
 from paceline.services.common.access.insecure import check_coordinator
 from paceline.services.common.options import SECONDS, device_option, linux_only, token_file_option, worker_options
-from paceline.services.common.processes.starting import die_with_starter, quiet_libraries
+from paceline.services.common.processes.starting import die_with_starter, set_library_variables
 from paceline.services.common.relay import fabric_option, zone_option
 from paceline.services.learner.launcher import end_as, run_ranks
 from paceline.services.learner.nodes.settings import is_rank, node_settings, ranks_of_node
@@ -79,7 +79,7 @@ def main(
     ready_file: Path | None,
 ) -> None:
     """The learner: trains on batches and publishes weights."""
-    quiet_libraries()
+    set_library_variables()
     options = [
         *("--coordinator", coordinator, "--host", host, "--port", str(port), "--name", name),
         *("--device", device, "--grace", str(grace_s), "--advertise-host", advertise_host),

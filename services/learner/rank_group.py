@@ -142,7 +142,7 @@ def set_up_device(device: str, host: str) -> torch.device:
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if cuda and rank >= (number := torch.cuda.device_count()):
         raise Unavailable(
-            f"rank {rank} of the learner needs a GPU for itself, and torch finds only {number}, counted from 0; see "
+            f"rank {rank} (counted from 0) of the learner needs a GPU for itself, and torch finds only {number}; see "
             "`paceline doctor`, or start fewer ranks (cluster.learner_ranks)"
         )
     if device == "auto" and not cuda and (idle := unused_gpus("learner")):

@@ -1,8 +1,8 @@
 """`POST /v1/responses`: converts a request to the equivalent chat. The server keeps nothing between requests. A request
 has the whole conversation as items (messages, calls, results, reasoning); neighbouring items of the assistant are
 one message of the chat. Features that would require earlier answers are refused by name. Every part of an answer is
-an item: reasoning, a message with one text, or a call. A stream's events have running numbers; those of an item come
-in the order added, deltas, done. The last event has the whole answer."""
+an item: reasoning, a message with one text, or a call. A stream's events have running numbers; an item's events
+come in the order added, deltas, done. The last event has the whole answer."""
 
 from __future__ import annotations
 

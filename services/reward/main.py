@@ -28,7 +28,12 @@ from paceline.services.common.options import (
     token_file_option,
     worker_options,
 )
-from paceline.services.common.processes.starting import announce, die_with_starter, quiet_libraries, raise_file_limit
+from paceline.services.common.processes.starting import (
+    announce,
+    die_with_starter,
+    raise_file_limit,
+    set_library_variables,
+)
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, remind, run_service, with_status
 from paceline.services.common.user_code_options import choose_isolation, user_code_options
@@ -73,7 +78,7 @@ def main(
     """A reward worker: scores completions for the coordinator's run."""
     die_with_starter()
     keep_private()
-    quiet_libraries()
+    set_library_variables()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("reward")
     raise_file_limit()

@@ -18,7 +18,12 @@ from paceline.host.resources import keep_freed_memory
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.gpus import unused_gpus
 from paceline.services.common.options import PORT, device_option, linux_only, token_file_option, worker_options
-from paceline.services.common.processes.starting import announce, die_with_starter, quiet_libraries, raise_file_limit
+from paceline.services.common.processes.starting import (
+    announce,
+    die_with_starter,
+    raise_file_limit,
+    set_library_variables,
+)
 from paceline.services.common.relay import fabric_option, zone_option
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, run_service
@@ -58,7 +63,7 @@ def main(
 ) -> None:
     """A rollout worker: generates completions for the coordinator's run."""
     die_with_starter()
-    quiet_libraries()
+    set_library_variables()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("rollout")
     raise_file_limit()

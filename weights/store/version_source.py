@@ -69,7 +69,7 @@ class KeptVersion:
     checksums: list[str]
 
     def chunk(self, chunk: int) -> Bits:
-        """Return [N] the bits of a chunk: a view of the kept ones if it is one run, else a copy."""
+        """Return [N] the bits of a chunk: a view of the kept bits if they are contiguous, else a copy."""
         return chunk_bits(self.slices, self.layout, chunk)
 
     def change(self, chunk: int, found: ChunkChanges) -> None:

@@ -77,7 +77,7 @@ export class ChartGroup {
     const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 }, font: "11px system-ui" };
     const chart = new uPlot({
       width: box.clientWidth, height, series, bands, legend: { show: false },
-      scales: { x: { time: times, distr: log ? 3 : 1, ...(places && { range: [-0.4, places.length - 0.6] }) }, y: { range: (_, low, high) => extent(low, high) } },
+      scales: { x: { time: times, distr: log ? 3 : 1, ...(places ? { range: [-0.4, places.length - 0.6] } : lines.some((line) => line.dots) && { range: (_, low, high) => around(low, high, log) }) }, y: { range: (_, low, high) => extent(low, high) } },
       axes: [{ ...axis, size: times || places ? 42 : 28, values: times ? undefined : (_, values) => labels(values), ...(places && named(places)) },
         { ...axis, size: (_, texts) => Math.max(52, 18 + 7 * Math.max(0, ...(texts || []).map((text) => text.length))), values: (_, values) => labels(values) }],
       cursor: { sync: { key: this.sync.key }, drag: { x: true, y: false }, focus: { prox: 24 } },
@@ -100,7 +100,8 @@ export function labels(values) {
   const exponent = largest >= 1e4 || (largest && largest < 1e-3);
   const text = (v, digits) => (exponent && v ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits))));
   const error = numbers.length > 1 ? Math.min(...numbers.slice(1).map((v, i) => Math.abs(v - numbers[i]))) / 20 : largest / 1e4;
-  const digits = [1, 2, 3, 4, 5, 6, 7].find((d) => numbers.every((v) => Math.abs(Number(text(v, d)) - v) < error)) ?? 8;
+  let digits = 1;
+  while (digits < 15 && !numbers.every((v) => Math.abs(Number(text(v, digits)) - v) < error)) digits++;
   return values.map((v) => (v === null ? "" : text(v, digits)));
 }
 
@@ -108,6 +109,14 @@ export function labels(values) {
 export function extent(low, high) {
   if (low === null || low === high) return low ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : [0, 1];
   return uPlot.rangeNum(low, high, 0.1, true);
+}
+
+/** Return the limits of a horizontal axis on which whole points are visible at both ends. */
+function around(low, high, log) {
+  if (low === null) return [log ? 1 : 0, log ? 10 : 1];
+  if (log) { const factor = low === high ? 2 : (high / low) ** 0.03; return [low / factor, high * factor]; }
+  const margin = 0.03 * (high - low) || 1;
+  return [low - margin, high + margin];
 }
 
 /** Return how opaque a line is, as the end of its colour. */

@@ -43,14 +43,17 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Return a table with a caption for screen readers; cells are texts or elements, and numbers are aligned right. */
+const isNumber = (cell) => typeof cell === "number" || /^-?[\d,.]+(e[-+]?\d+)?%?$/.test(cell), isBlank = (cell) => ["", "–", null, undefined].includes(cell);
+
+/** Return a table with a caption for screen readers; cells are texts or elements. A column of numbers alone is aligned right; a single short word is not broken. */
 export function table(caption, head, rows, empty = "Nothing is recorded yet.") {
   if (!rows.length) return el("p", { class: "hint" }, empty);
+  const right = head.map((_, i) => rows.some((row) => isNumber(row[i])) && rows.every((row) => isNumber(row[i]) || isBlank(row[i])));
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     el("table", {}, el("caption", { class: "sr" }, caption),
-      el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))),
-      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell) =>
-        el("td", { class: typeof cell === "number" || /^-?[\d,.]+%?$/.test(cell) ? "num" : "" },
+      el("thead", {}, el("tr", {}, head.map((name, i) => el("th", { scope: "col", class: right[i] && "num" }, name)))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) =>
+        el("td", { class: right[i] ? "num" : /^\S{1,16}$/.test(cell) ? "word" : "" },
           typeof cell === "number" ? number(cell) : cell)))))));
 }
 
@@ -70,6 +73,9 @@ export function number(value, digits = 4) {
   const size = Math.abs(v);
   return size >= 1000 ? Math.round(v).toLocaleString("en") : size < 1e-3 && v ? v.toExponential(2) : String(Number(v.toPrecision(digits)));
 }
+
+/** Return a number with its noun, such as "1 step" and "2 steps". */
+export const counted = (value, noun, digits = 4) => `${number(value, digits)} ${noun}${Number(value) === 1 ? "" : "s"}`;
 
 /** Return a duration in words; `short` leaves out the smaller unit. */
 export function duration(seconds, short = false) {

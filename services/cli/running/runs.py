@@ -79,6 +79,8 @@ def runs(coordinator: str, directory: Path | None, as_json: bool) -> None:
     with runs_of(coordinator, directory) as source:
         facts = [render.run_facts(run) for run in source.runs()]
     render.print_all(as_json, facts, render.RUN_COLUMNS, render.run_row, "no runs yet")
+    for line in () if as_json else render.long_messages(facts):
+        click.echo(line)
 
 
 @click.command()

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from paceline.host.process import die_with_parent, keep_private
-from paceline.services.common.processes.starting import quiet_libraries
+from paceline.services.common.processes.starting import set_library_variables
 from paceline.services.common.processes.tether import tethered
 from paceline.user_code.left_over import adopt, reaped, starting
 
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def import_all(modules: Sequence[str]) -> None:
     """Import modules without starting threads. A module that cannot be imported is left out; its service says why."""
-    quiet_libraries()
+    set_library_variables()
     gc.disable()
     # With numpy, OpenBLAS starts its threads. No service multiplies matrices in numpy, and torch has its own library.
     is_free = BLAS_VARIABLE not in os.environ
@@ -225,7 +225,7 @@ def _become_service(channel_fd: int, log_fd: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     _, _, module, *arguments = request["command"]
     _set_names(request["name"], request["command"])
-    sys.modules["numpy"].random.seed()  # all forks have one state; that of `random` changes by itself
+    sys.modules["numpy"].random.seed()  # forks share NumPy's state; `random` reseeds itself
     gc.enable()
     sys.modules.pop(module, None)  # runs as __main__, as with `python -m`
     sys.argv = [module, *arguments]

@@ -1,4 +1,4 @@
-"""Start-up of services: tie the process to its starter, silence libraries, raise the limit on open files, and write the
+"""Start-up of services: tie the process to its starter, set up libraries, raise the limit on open files, and write the
 address to the ready file, because the starter does not know which free port was taken. At the soft limit, usually
 1,024 files, a process can neither accept a connection nor list a folder; the hard limit bounds the members of a
 coordinator (`Capacity`)."""
@@ -24,14 +24,20 @@ def die_with_starter() -> None:
         die_with_parent(int(starter), signal.SIGTERM)
 
 
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+LIBRARY_VARIABLES = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "GOMP_SPINCOUNT": "1000",
+}
 """Environment variables to set before torch and huggingface_hub are imported. They prevent a warning with C++ frames
-whenever a peer of a TCP store closes its connection, and progress bars, which are long lines in a file."""
+whenever a peer of a TCP store closes its connection, and progress bars, which are long lines in a file. The last one
+bounds the busy wait of torch's threads: by default they take for milliseconds, at the end of each operation, the cores
+that the threads of a neighbouring service need (docs/operate/performance.md, "Threads")."""
 
 
-def quiet_libraries() -> None:
-    """Set those variables of QUIET that are not set yet, for this process and its later children."""
-    for name, value in QUIET.items():
+def set_library_variables() -> None:
+    """Set those variables of LIBRARY_VARIABLES that are not set yet, for this process and its later children."""
+    for name, value in LIBRARY_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
@@ -60,7 +66,7 @@ def raise_file_limit() -> int:
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:  # a system may not allow its hard limit
+        except (OSError, ValueError) as error:  # a system may refuse its own hard limit
             log.warning("the limit of open files stays %d, because %d cannot be set: %s", soft, hard, error)
             return soft
     log.info("limit of open files: %d (soft limit at start: %d)", hard, soft)

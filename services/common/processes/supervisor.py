@@ -224,7 +224,7 @@ class Service:
                 return
 
     def start_no_more(self) -> None:
-        """Start no further life; the child goes on until `terminate`."""
+        """Stop restarting the child; it runs until `terminate`."""
         self._stopping.set()
 
     def _live_once(self) -> int | None:
@@ -266,7 +266,7 @@ class Service:
             log.write(f"{now} WARNING {__name__}: {self.name} {how}\n")
 
     def _goes_on(self, how: str, death: Death, lines: list[str]) -> bool:
-        """Log the death, or give the service up; return whether there is a next life."""
+        """Log the death, or give the service up; return whether the child is started again."""
         self.deaths.append(f"{self.name} {how}")
         policy = self._policy
         policy.count(death)

@@ -126,7 +126,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         details: Any = handler_call_details
         handler: Any = await continuation(details)
         if handler is None:
-            return None  # type: ignore[return-value]  # no such method, which gRPC answers
+            return None  # type: ignore[return-value]  # gRPC answers for unknown methods
         method = details.method.lstrip("/")
         call = method_of(handler)
 

@@ -104,7 +104,7 @@ class ExchangeConnection:
         if welcome.exchange_key:
             socket.curve_publickey, socket.curve_secretkey = self.keys
             socket.curve_serverkey = z85.encode(welcome.exchange_key)
-        # Watched before connecting, because an earlier end of the handshake would be missed.
+        # Watch before connecting: otherwise a handshake that ends at once is missed.
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)
         endpoint = _reachable(welcome.exchange_endpoint, self._coordinator)
@@ -158,11 +158,11 @@ class ExchangeConnection:
                 log.warning("ignored a message from the exchange: %s", error)
                 continue
             pending = self._pending.get(reply.request_id)
-            # Without a stream another program may have taken the exchange's port; the next Welcome sends the request again.
+            # If there is no stream, another program may have the exchange's port; the request is repeated after the next Welcome.
             if pending is None or pending.reply.done() or not self._has_stream():
                 continue
             if reply.status == pb.REPLY_STATUS_STALE and reply.term != pending.terms[reply.request_id]:
-                continue  # it was sent before a Welcome that is due or has come by now: it is sent again
+                continue  # of an earlier term: the request is repeated after the Welcome that is due or has just come
             pending.reply.set_result((reply, payloads))
 
     def _unanswered(self) -> list[Pending]:

@@ -126,8 +126,8 @@ class LedgerFile(database.Queries):
 
     @contextmanager
     def transaction(self, *, synced: bool = True) -> Iterator[None]:
-        """Run the body as a transaction: all or nothing, durable on return. With `synced` False it is durable only
-        after a `sync` that begins later: no answer may leave before. Raises LedgerFault if the disk fails."""
+        """Run the body as a transaction: all or nothing, durable on return. If `synced` is False, it is durable after a
+        `sync` that begins later, and no answer may be sent before that. Raises LedgerFault if the disk fails."""
         with self._faults_named(), self._rolled_back():
             self._begin()
             yield

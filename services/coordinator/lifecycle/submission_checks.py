@@ -39,6 +39,9 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     from paceline.reward.builtin import check_rewards
 
     check_rewards(spec.rewards)
+    for index, reward in enumerate(spec.rewards):
+        if ":" in reward.function:
+            _defined(f"rewards.{index}", reward.function, "function")
     warnings = _check_models(spec)
     _check_template_kwargs(spec)
     data = open_data(spec)
@@ -222,10 +225,12 @@ def _check_models(spec: RunSpec) -> list[str]:
                 "credentials in their environment"
             )
             continue
-        if field == "policy.model_name":
+        if key == "model_name":
             check_weights(Path(name).expanduser(), config, f"{field} {name!r}")
             if isinstance(config, dict):
                 check_architecture(config, f"{field} {name!r}")
+        elif key == "teacher_model_name":  # it may be quantised
+            check_weights(Path(name).expanduser(), {}, f"{field} {name!r}")
     return warnings
 
 
@@ -273,6 +278,7 @@ NAME_COLUMN = "environment"
 PROMPT = "prompt"
 """Name by which user code gets the prompt, beside the columns."""
 
+NO_TOOLS = frozenset({"reset", "get_reward", "save", "load"})
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -281,7 +287,7 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
     section = spec.environment
     if not section.is_used:
         return
-    columns = [PROMPT, *source.columns]
+    columns, tools = [PROMPT, *source.columns], [tool.rpartition(":")[2] for tool in section.tools]
     if section.class_:
         _check_names(section.classes, field, source)
         has_names = "" not in section.classes
@@ -289,8 +295,11 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
             key = f"environment.class.{name}" if name else "environment.class"
             definition = _defined(key, code, "class")
             _check_reset(key, definition, field, [c for c in columns if not has_names or c != NAME_COLUMN])
+            tools += _tools_of(definition)
     for index, tool in enumerate(section.tools):
         _defined(f"environment.tools.{index}", tool, "function")
+    if tools:
+        _check_tools(spec, source, tools)
     if section.agent:
         _defined("environment.agent", section.agent, "function")
     if section.train_call:
@@ -301,6 +310,27 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
                 f"environment.command names {{{name}}}, which is not a column of {field}; the columns are "
                 f"{', '.join(columns)}"
             )
+
+
+def _tools_of(definition: Definition | None) -> list[str]:
+    """Return the methods of an environment's class that are tools; a class with `step` has none."""
+    if not isinstance(definition, ast.ClassDef):
+        return []
+    methods = [node.name for node in definition.body if isinstance(node, Function)]
+    return [] if "step" in methods else [name for name in methods if name[0] != "_" and name not in NO_TOOLS]
+
+
+def _check_tools(spec: RunSpec, source: PromptSource, tools: Sequence[str]) -> None:
+    """Raise DataError if the prompts are rendered by a chat template on this machine that does not read tools."""
+    is_chat = not isinstance(source.draw(0)[0], str) or spec.data.apply_chat_template == "always"
+    template = _template_source(spec.policy)
+    by_template = spec.environment.tool_parser == "auto" and spec.environment.renderer in ("auto", "template")
+    if is_chat and by_template and template and not reads_tools(template):
+        raise DataError(
+            f"the environment has tools ({', '.join(tools[:5])}), which the chat template of policy.model_name does not read; "
+            "choose a model whose template does, describe the tools in data.system_prompt and set environment.tool_parser, "
+            "or take a class with `step`"
+        )
 
 
 def _check_names(names: Collection[str], field: str, source: PromptSource) -> None:

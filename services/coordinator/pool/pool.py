@@ -71,8 +71,8 @@ class Pool:
         active = self._exchange.active
         lease_role = active.lease_role if active is not None else common_pb2.ROLE_ROLLOUT
         for member_id, role in self._ledger.holders(lease_role):
-            # Counted as connected: after a broken stream they would have only half the time, less than a worker's
-            # longest back-off.
+            # Counted as connected: as members with a broken stream they would get half the time, which is less than
+            # a worker's longest back-off.
             self._expect(member_id, role)
         run, holder = self._exchange.active, self.assignments.restore_session()
         if run is None or holder is None:

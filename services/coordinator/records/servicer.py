@@ -31,7 +31,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _read(method: str) -> Any:
-    """Return a method of the servicer that answers by the reader's method of that name."""
+    """Return a method for the servicer that calls the reader's method of the same name."""
 
     async def call(self: RecordsServicer, request: Any, context: Context) -> Any:
         return await self.answer(method, request)

@@ -237,7 +237,7 @@ def read_pools(texts: Iterable[str]) -> tuple[PoolConfig, ...]:
             if pool.role == other.role and overlaps:
                 raise InvalidInput(
                     f"members {pool.members!r} of {pool.name} and {other.members!r} of {other.name} name the same {pool.role} "
-                    "workers; choose members so that none begins with another"
+                    "workers; choose members so that none is a prefix of another"
                 )
         pools.append(pool)
     return tuple(pools)

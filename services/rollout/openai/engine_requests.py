@@ -111,7 +111,7 @@ def sampling_params(ask: Ask, default: SamplingParams, limit: int) -> SamplingPa
     most = ask.max_tokens or default.max_new_tokens
     if most > limit:
         raise Unsupported(
-            f"max_tokens {most} exceeds {limit}, the tokens of prompt and completion together", "max_tokens"
+            f"max_tokens {most} exceeds {limit}, the limit of prompt and completion together", "max_tokens"
         )
     temperature = default.temperature if ask.temperature is None else max(ask.temperature, GREEDY)
     return SamplingParams(

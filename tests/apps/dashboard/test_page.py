@@ -56,9 +56,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClu
                 RUN_ID, "step", content | {"rollout/wait_fraction": 0.5, "step_s": 1.0, "logged/kind": 0.5}
             )
         writer.ledger.add_event(RUN_ID, "warning", {"message": HOSTILE[:300]})
-        spec_yaml = writer.ledger.run(RUN_ID)["spec_yaml"]
+        spec_yaml = writer.ledger.run(RUN_ID)["spec_yaml"].replace("max_num_steps: 2", "max_num_steps: 3")
+        spec_yaml = spec_yaml.replace("name: sums", "name: totals")
         writer.ledger.add_run(ENDED, spec_yaml, str(directory / "runs" / ENDED), 2)
-        writer.ledger.update_run(ENDED, state="failed", message=HOSTILE[:200])
+        writer.ledger.update_run(ENDED, state="failed", message=HOSTILE[:200], next_step=1)
+        content = {"step": 0, "time": 1.7e9, "reward": 0.5, "age": 0.5625, "step_s": 0.0932}
+        writer.ledger.add_event(ENDED, "step", content)
     writer.ledger.close()
     _add_readings(directory / "runs" / "gauges")
     _add_token_numbers(directory / "runs")
@@ -206,6 +209,38 @@ def test_every_view_is_shown_fits_and_is_accessible(browser: Browser) -> None:
         assert serious == []
 
 
+def test_facts_have_few_digits_and_their_nouns_agree(browser: Browser) -> None:
+    browser.open("runs")
+    browser.page.locator("article dt", has_text="step takes").nth(1).wait_for(timeout=WAIT_MS)
+    facts = browser.page.eval_on_selector_all(
+        "article.run",
+        "runs => runs.map(run => Object.fromEntries([...run.querySelectorAll('dl > div')].map("
+        "fact => [fact.firstChild.innerText, fact.lastChild.innerText])))",
+    )
+    assert [(run["age"], run["step takes"]) for run in facts] == [("0.56 steps", "0.093 s"), ("1 step", "1 s")]
+
+
+def test_the_reason_of_an_end_is_on_one_line(browser: Browser) -> None:
+    browser.open(f"samples/{RUN_ID}")
+    lines = """() => [...document.querySelectorAll('table.samples tbody td:nth-child(7)')].map(cell => {
+        cell.textContent = 'length'
+        const range = document.createRange()
+        range.selectNodeContents(cell)
+        return new Set([...range.getClientRects()].map(rect => rect.top)).size
+    })"""
+    shown = browser.page.locator("table.samples th", has_text="ended").is_visible()
+    assert browser.page.evaluate(lines) == [int(shown)] * 2
+
+
+def test_a_column_of_the_table_of_specs_has_one_alignment(browser: Browser) -> None:
+    browser.open(f"compare/{RUN_ID}?with={ENDED}")
+    table = browser.page.get_by_role("region", name="Differences of the specs")
+    table.wait_for(timeout=WAIT_MS)
+    assert table.locator("tbody tr").all_inner_texts() == ['name\t"sums"\t"totals"', "grpo.max_num_steps\t2\t3"]
+    alignments = "cells => [...new Set(cells.map(cell => getComputedStyle(cell).textAlign))]"
+    assert table.locator("th, td").evaluate_all(alignments) in (["left"], ["start"], ["left", "start"])
+
+
 def test_hostile_text_is_only_text(browser: Browser) -> None:
     for view in (f"samples/{RUN_ID}", f"samples/{RUN_ID}?group=0", f"run/{RUN_ID}", "runs", f"run/{ENDED}"):
         browser.open(view)
@@ -228,7 +263,7 @@ def test_filters_lead_to_a_group_and_its_life(browser: Browser) -> None:
     assert page.locator("table.samples tbody tr").count() == 2
     page.get_by_label("least tokens").fill("3")
     page.get_by_role("button", name="Show", exact=True).click()
-    page.locator("p.hint", has_text="1 completions in 1 groups").wait_for(timeout=WAIT_MS)
+    page.locator("p.hint", has_text="1 completion in 1 group").wait_for(timeout=WAIT_MS)
     assert page.locator("table.samples tbody tr").count() == 1
     page.locator("table.samples tbody a").first.click()
     page.get_by_role("heading", name=f"Group 0 of {RUN_ID}").wait_for(timeout=WAIT_MS)
@@ -242,6 +277,7 @@ TICKS = [
     ([1e-4, 1.5e-4, 5e-5], ["1.0e-4", "1.5e-4", "5.0e-5"]),
     ([0.9998, 1, 1.0002], ["0.9998", "1", "1.0002"]),
     ([0, 20, 40], ["0", "20", "40"]),
+    ([0.999999975, 1, 1.000000025], ["0.999999975", "1", "1.000000025"]),
     ([None, 10_000, 12_500], ["", "1.00e+4", "1.25e+4"]),
     ([250], ["250"]),
     ([None, 0], ["", "0"]),
@@ -254,6 +290,29 @@ def test_ticks_differ_and_an_axis_of_one_value_is_near_it(browser: Browser) -> N
         assert browser.page.evaluate(call, ["labels", [values]]) == texts
     assert browser.page.evaluate(call, ["extent", [0, 0]]) == [0, 1]
     assert browser.page.evaluate(call, ["extent", [3, 3]]) == [2.7, 3.3]
+
+
+@pytest.mark.parametrize(
+    ("xs", "log", "limits"),
+    [([1, 4, 11], False, [0.7, 11.3]), ([1, 4, 10], True, [0.93, 10.72]), ([3], False, None), ([3], True, None)],
+)
+def test_the_first_and_the_last_point_are_not_cut(
+    browser: Browser, xs: list[float], log: bool, limits: list[float] | None
+) -> None:
+    page = browser.page
+    page.evaluate(
+        """async ([xs, log]) => {
+            const { ChartGroup } = await import('/static/charts.js')
+            window.group = new ChartGroup()
+            const line = { label: 'trials', xs, ys: xs, dots: true }
+            document.body.append(window.group.figure('History', [line], { log }))
+        }""",
+        [xs, log],
+    )
+    page.wait_for_function("window.group.charts[0]?.scales.x.max > 0", timeout=WAIT_MS)
+    found = page.evaluate("[window.group.charts[0].scales.x.min, window.group.charts[0].scales.x.max]")
+    assert found[0] < xs[0] <= xs[-1] < found[1]
+    assert limits in (None, [round(limit, 2) for limit in found])
 
 
 def test_values_that_a_reward_logged_have_a_chart(browser: Browser) -> None:

@@ -92,6 +92,9 @@ def test_the_warm_up_is_that_of_the_section_that_is_switched_on() -> None:
     off = convert(MEGATRON | {"policy.megatron_cfg.enabled": False}).tree["policy"]
     assert off["scheduler"] == {"warmup_steps": 50, "name": "constant"}
     assert off["optimizer"] == {"lr": 5e-6}
+    assert [
+        line for line in convert(MEGATRON | {"policy.megatron_cfg.enabled": False}).left_out if "megatron" in line
+    ] == []
     on = convert(MEGATRON | {"policy.megatron_cfg.enabled": True}).tree["policy"]
     assert on["scheduler"] == {"name": "cosine", "min_lr_ratio": 0.1, "warmup_steps": 13}
     assert on["optimizer"] == {"lr": 1e-6}
@@ -181,6 +184,13 @@ def test_defaults_references_and_prompt_files_are_followed(tmp_path: Path) -> No
     }  # fmt: skip
     assert "logger" not in done.tree
     assert not any("reward_shaping" in line for line in done.left_out)
+
+
+@pytest.mark.parametrize("section", ["rm", "grpo", "distillation"])
+def test_minus_one_step_is_no_limit(section: str) -> None:
+    done = convert({f"{section}.max_num_steps": -1, f"{section}.max_num_epochs": 2})
+    ours = "rm" if section == "rm" else "grpo"
+    assert (done.tree[ours], done.left_out) == ({"max_num_epochs": 2}, [])
 
 
 def test_checkpoints_that_are_off_stay_off() -> None:

@@ -42,7 +42,7 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "missing"),
-    [("reward", "rewards.py"), ("learner", "model"), ("coordinator", "train.jsonl")],
+    [("reward", "values.json"), ("learner", "model"), ("coordinator", "train.jsonl")],
 )
 def test_a_file_that_is_away_when_a_service_starts_ends_no_run(
     client: Client,
@@ -56,23 +56,26 @@ def test_a_file_that_is_away_when_a_service_starts_ends_no_run(
     for name in ("model", "train.jsonl"):
         copy = shutil.copytree if (files / name).is_dir() else shutil.copy
         copy(files / name, tmp_path / name)
-    gate = tmp_path / "open"
+    gate, values = tmp_path / "open", tmp_path / "values.json"
+    values.write_text("[0.25]")
+    # Each process of the reward workers waits after the same step, so the run cannot end while the file is away.
     (tmp_path / "rewards.py").write_text(
-        "import itertools, pathlib, time\n"
-        "scored = itertools.count(1)\n"
-        "def digits(completions, **columns):\n"
-        f"    while next(scored) > 24 and not pathlib.Path({str(gate)!r}).exists():\n"
+        "import json, pathlib, time\n"
+        f"(VALUE,) = json.loads(pathlib.Path({str(values)!r}).read_text())\n"
+        "def digits(completions, trainer_state, **columns):\n"
+        f"    while trainer_state.global_step > 1 and not pathlib.Path({str(gate)!r}).exists():\n"
         "        time.sleep(0.02)\n"
-        "    return [sum(c.isdigit() for c in text) / 4 for text in completions]\n"
+        "    return [VALUE * sum(c.isdigit() for c in text) for text in completions]\n"
     )
     spec = make_spec(
         policy={"model_name": str(tmp_path / "model")},
-        data={"train": str(tmp_path / "train.jsonl"), "validation": None},
+        data={"train": (tmp_path / "train.jsonl").as_uri(), "validation": None},  # a URL is in no bundle
         rewards=[{"function": f"{tmp_path / 'rewards.py'}:digits", "timeout_s": 2 * DEADLINE_S}],
         grpo={"max_num_steps": 6},
         checkpointing={"save_period": 2},
     )
     run_id = client.submit(spec).run_id
+    (tmp_path / "rewards.py").unlink()  # the run's bundle has it
     for event in client.watch(run_id):
         if event.kind == "step" and event.content["step"] == 1:
             break

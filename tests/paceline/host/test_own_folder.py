@@ -17,7 +17,7 @@ from paceline.weights.hosts.local_socket import listen
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make another user's files")
 STRANGER = 65534
-REMEDY = "make a folder with `mkdir -m 700` in one of your own, and name it in PACELINE_X"
+REMEDY = "make a folder with `mkdir -m 700` inside a folder of your own, and set PACELINE_X to it"
 
 
 def test_a_missing_folder_is_made_for_its_user_alone(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_remedy_for_a_folder_above_is_to_name_it(tmp_path: Path, monkeypatch
     monkeypatch.setenv(VARIABLE, str(project))
     assert own_folder(mine, "PACELINE_X")
     mine.chmod(0o777)
-    with pytest.raises(Unreadable, match=r"PACELINE_X$"):
+    with pytest.raises(Unreadable, match=r"set PACELINE_X to it$"):
         own_folder(mine, "PACELINE_X")
 
 

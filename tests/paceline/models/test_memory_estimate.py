@@ -68,6 +68,32 @@ def test_settings_that_save_memory_are_in_the_estimate() -> None:
     assert on_gpus.sampler["weights"] == 2 * PARAMETERS
 
 
+def test_a_sampler_holds_the_sequences_of_its_run_alone() -> None:
+    shape = shape_of(HALF_BILLION)
+    assert shape is not None
+    policy = {"generation": {"max_new_tokens": 32, "max_batch_size": 256}}
+    evaluated = {
+        "data": {"train": "d", "validation": "v"},
+        "grpo": {
+            "num_prompts_per_step": 2,
+            "num_generations_per_prompt": 4,
+            "val_at_end": True,
+            "max_val_samples": 30,
+            "val_samples_per_prompt": 2,
+        },
+    }
+    agent = {"environment": {"agent": "a.py:solve"}}
+    for rows, sections in (
+        (16, {}),  # 2 groups of 4 of a step and of the next one
+        (8, {"async_grpo": {"max_trajectory_age_steps": 0}}),
+        (128, evaluated),  # 16 + 60
+        (256, agent),  # it may send any number of requests
+        (256, {"grpo": {"num_prompts_per_step": 64}}),
+    ):
+        needed = estimate(spec_of(policy=policy, **sections), shape)
+        assert needed.sampler["key-value cache"] == rows * 256 * 2 * 128 * 24 * 4
+
+
 def test_copies_of_shared_prompts_on_gpus_are_in_the_estimate() -> None:
     shape = shape_of(HALF_BILLION)
     assert shape is not None

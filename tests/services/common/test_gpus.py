@@ -128,16 +128,16 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
             "cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs a GPU; lower the ranks",
         ),
         (2, {"learner_ranks": 2}, "each rank needs a GPU and the rollout workers need another GPU; lower the ranks"),
-        (0, {"rollout_gpus": (0,)}, r"GPU 0 \(cluster.rollout_gpus\), and this host shows 0 GPUs"),
+        (0, {"rollout_gpus": (0,)}, r"GPU 0 \(counted from 0; cluster.rollout_gpus\), and this host shows 0 GPUs"),
         (
             4,
             {"rollout_gpus": (4,)},
-            r"GPU 4 \(cluster.rollout_gpus\), and this host shows 4 GPUs, counted from 0",
+            r"GPU 4 \(counted from 0; cluster.rollout_gpus\), and this host shows 4 GPUs;",
         ),
         (
             1,
             {"reward_gpus": (0, 2)},
-            r"GPU 2 \(cluster.reward_gpus\), and this host shows 1 GPU, .*reward_gpus=\[\]",
+            r"GPU 2 \(counted from 0; cluster.reward_gpus\), and this host shows 1 GPU; .*reward_gpus=\[\]",
         ),
     ],
 )

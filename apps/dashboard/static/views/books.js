@@ -1,6 +1,6 @@
 // Token accounting: generated = trained + dropped + live, over time; and the comparison of all records.
 
-import { el, replace, card, number, table } from "../dom.js";
+import { el, replace, card, number, counted, table } from "../dom.js";
 import * as api from "../api.js";
 import { ChartGroup } from "../charts.js";
 
@@ -15,7 +15,7 @@ export async function show(context) {
     try {
       const found = await api.records("VerifyRun", { runId }, signal), facts = JSON.parse(found.factsJson);
       replace(result, found.problems.length
-        ? [el("p", { class: "message" }, `${found.problems.length} problems`), el("ul", {}, found.problems.map((p) => el("li", {}, p)))]
+        ? [el("p", { class: "message" }, counted(found.problems.length, "problem")), el("ul", {}, found.problems.map((p) => el("li", {}, p)))]
         : el("p", { class: "good" }, "✓ All records agree."),
         el("p", { class: "hint" }, Object.entries(facts).filter(([, v]) => typeof v === "number").map(([n, v]) => `${number(v)} ${n}`).join(", ")));
     } catch (error) { if (error.name !== "AbortError") replace(result, el("p", { class: "message" }, error.message)); }
@@ -32,7 +32,7 @@ export async function show(context) {
       part("generated", books.generated), " = ", part("trained", books.trained), " + ", part("dropped", books.dropped), " + ", part("live", books.live),
       el("span", { class: books.balanced ? "good" : "message" }, books.balanced ? " ✓ balanced" : " ✗ not balanced")),
       bar(books),
-      Number(books.wasted) > 0 && el("p", { class: "hint" }, `${number(books.wasted)} tokens were wasted: no commit took them.`),
+      Number(books.wasted) > 0 && el("p", { class: "hint" }, `No commit took ${counted(books.wasted, "token")}, which ${Number(books.wasted) === 1 ? "was" : "were"} wasted.`),
       table("Dropped by reason", ["reason", "tokens", "groups"], [...new Set([...reasons.map(([n]) => n), ...Object.keys(books.groups).filter((n) => n.startsWith("dropped:")).map((n) => n.slice(8))])].map((n) =>
         [el("a", { href: context.link("samples", runId, { state: "dropped" }) }, n), Number(books.droppedByReason[n] || 0), Number(books.groups[`dropped:${n}`] || 0)]), "No token was dropped."),
       Object.keys(books.failures).length > 0 && table("Failed attempts", ["failed attempts", "number"], Object.entries(books.failures).map(([n, v]) => [n, Number(v)]))));

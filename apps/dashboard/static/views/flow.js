@@ -1,6 +1,6 @@
 // The pools as a picture, the waits between them, the learner's time, the age of tokens, and the way of versions.
 
-import { el, replace, svg, card, number, table } from "../dom.js";
+import { el, replace, svg, card, number, counted, table } from "../dom.js";
 import * as api from "../api.js";
 import { ChartGroup } from "../charts.js";
 
@@ -49,7 +49,7 @@ export function limit(series, workers) {
   if (share > 0.25) {
     const scoring = recent(series, "groups/generated") || 0, leased = recent(series, "groups/leased") || 0;
     return scoring > leased
-      ? `Reward workers limit the run: the learner waits ${Math.round(share * 100)} % of its time, and ${number(scoring)} groups wait for scores.`
+      ? `Reward workers limit the run: the learner waits ${Math.round(share * 100)} % of its time, and ${counted(scoring, "group")} ${scoring === 1 ? "waits" : "wait"} for scores.`
       : `Rollout workers limit the run: the learner waits ${Math.round(share * 100)} % of its time for groups.`;
   }
   if (idle !== undefined && idle > 0.25) return `The learner limits the run: rollout workers wait ${Math.round(idle * 100)} % of their time, because further groups would become too old.`;
@@ -83,9 +83,9 @@ function flow(run, members, books, series, named, advice) {
   const groups = books.groups, count = (role) => members.filter((m) => m.role === `ROLE_${role}`).length;
   const live = members.length > 0, workers = count("ROLLOUT") || named;
   const pools = [
-    ["Rollout", live ? `${count("ROLLOUT")} workers` : "", `${number(recent(series, "rollout/tokens_per_s", 5))} tok/s`],
-    ["Reward", live ? `${count("REWARD")} workers` : "", `${number(recent(series, "reward_workers/groups_since_report", 5))} groups a report`],
-    ["Learner", live ? `${count("LEARNER")} ranks` : "", `${number(recent(series, "step_s", 5))} s a step`],
+    ["Rollout", live ? counted(count("ROLLOUT"), "worker") : "", `${number(recent(series, "rollout/tokens_per_s", 5))} tok/s`],
+    ["Reward", live ? counted(count("REWARD"), "worker") : "", `${counted(recent(series, "reward_workers/groups_since_report", 5), "group")} a report`],
+    ["Learner", live ? counted(count("LEARNER"), "rank") : "", `${number(recent(series, "step_s", 5))} s a step`],
   ];
   const queues = [["admitted and leased", Number(groups.admitted || 0) + Number(groups.leased || 0)], ["wait for scores", Number(groups.generated || 0)], ["wait for a batch", Number(groups.scored || 0) + Number(groups.batched || 0)]];
   const ended = [["trained", Number(groups.trained || 0)], ["dropped", Object.entries(groups).filter(([n]) => n.startsWith("dropped")).reduce((n, [, v]) => n + Number(v), 0)]];

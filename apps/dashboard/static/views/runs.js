@@ -1,6 +1,6 @@
 // All runs: state, progress, reward with its curve, age, speed, place in the queue; pause, resume and cancel.
 
-import { el, replace, svg, number, duration } from "../dom.js";
+import { el, replace, svg, number, counted, duration } from "../dom.js";
 import * as api from "../api.js";
 
 const MEASURES = ["reward", "loss"], NAMES = ["reward", "loss", "age", "rollout/tokens_per_s", "step_s", "endpoint_cost/*"];
@@ -36,16 +36,16 @@ async function row(context, run, cache, redraw) {
     el("dl", { class: "facts" },
       fact("step", `${number(step)} of ${number(total)}`),
       measure && fact(measure, number(last(measure))),
-      last("age") !== undefined && fact("age", `${number(last("age"), 2)} ${last("age") === 1 ? "step" : "steps"}`),
+      last("age") !== undefined && fact("age", counted(last("age"), "step", 2)),
       last("rollout/tokens_per_s") !== undefined && fact("sampling", `${number(last("rollout/tokens_per_s"))} tok/s`),
       last("step_s") !== undefined && fact("step takes", `${number(last("step_s"), 2)} s`),
       waiting > 0 && fact("open groups", number(waiting)),
-      Number(run.tokens.trained) > 0 && fact("trained", `${number(run.tokens.trained)} tokens`),
+      Number(run.tokens.trained) > 0 && fact("trained", counted(run.tokens.trained, "token")),
       cost > 0 && fact("cost of judges", number(cost)),
       fact("submitted", `${duration(run.ageS, true)} ago`)),
     measure && spark(s.values[measure], measure),
     run.message && el("p", { class: "message" }, run.message),
-    run.warnings.length > 0 && el("details", {}, el("summary", {}, `${run.warnings.length} warnings about the spec`), el("ul", {}, run.warnings.map((w) => el("li", {}, w)))),
+    run.warnings.length > 0 && el("details", {}, el("summary", {}, `${counted(run.warnings.length, "warning")} about the spec`), el("ul", {}, run.warnings.map((w) => el("li", {}, w)))),
     actions(context, run, state, redraw));
 }
 

@@ -1,6 +1,6 @@
 // Samples: a table with filters, and a group with its completions side by side, coloured by token.
 
-import { el, replace, card, number, longText } from "../dom.js";
+import { el, replace, card, number, counted, longText } from "../dom.js";
 import * as api from "../api.js";
 import { promptText } from "./compare.js";
 
@@ -47,10 +47,10 @@ async function showTable(context) {
         examined += page.examined;
         for (const group of page.groups) for (const row of rows(context, group, request.newestEvaluation)) { body.append(row); found += 1; }
         request.pageToken = page.nextPageToken;
-        foot.textContent = `${number(found)} completions in ${number(examined)} groups`;
+        foot.textContent = `${counted(found, "completion")} in ${counted(examined, "group")}`;
       } while (request.pageToken && found - before < 20 && examined < 200000);
       more.hidden = !request.pageToken;
-      if (!found && !request.pageToken) foot.textContent = `No sample matches; ${number(examined)} groups were read.`;
+      if (!found && !request.pageToken) foot.textContent = `No sample matches; ${counted(examined, "group")} read.`;
     } finally { more.disabled = false; }
   };
   await load();
@@ -62,7 +62,7 @@ function rows(context, group, isEvaluation) {
   if (!group.completions.length) return [el("tr", {}, el("td", { class: "num" }, group.step ?? "–"), el("td", { class: "num" }, link()), el("td", { colspan: "5" }, group.reason ? `dropped: ${group.reason}` : group.state), el("td", {}, cut(promptText(group.promptJson))), el("td", { class: "hint" }, "not stored"))];
   return group.completions.map((c) => el("tr", {}, el("td", { class: "num" }, group.step ?? "–"), el("td", { class: "num" }, link()),
     el("td", { class: "num" }, number(c.reward, 3)), el("td", { class: `num ${c.aboveMean > 0 ? "good" : c.aboveMean < 0 ? "message" : ""}` }, c.aboveMean === undefined ? "–" : `${c.aboveMean > 0 ? "+" : ""}${number(c.aboveMean, 3)}`),
-    el("td", { class: "num" }, c.numTokens), el("td", { class: "num" }, c.age), el("td", {}, c.finishReason), el("td", {}, cut(promptText(group.promptJson))), el("td", {}, cut(c.text))));
+    el("td", { class: "num" }, c.numTokens), el("td", { class: "num" }, c.age), el("td", { class: "word" }, c.finishReason), el("td", {}, cut(promptText(group.promptJson))), el("td", {}, cut(c.text))));
 }
 
 const cut = (text, length = 160) => el("span", { class: "cell", dir: "ltr" }, text.length > length ? `${text.slice(0, length)} …` : text);
@@ -102,7 +102,7 @@ async function learnedOf(runId, group, signal) {
 
 function completionCard(completion, summary, index, colour, pieces, learned) {
   return card(`Completion ${index + 1}`,
-    el("p", {}, el("b", {}, `reward ${number(completion.reward)}`), summary?.aboveMean !== undefined ? ` (${summary.aboveMean > 0 ? "+" : ""}${number(summary.aboveMean, 3)} to the mean)` : "", ` · ${completion.token_ids.length} tokens · ${completion.finish_reason}`, summary ? ` · age ${summary.age}` : ""),
+    el("p", {}, el("b", {}, `reward ${number(completion.reward)}`), summary?.aboveMean !== undefined ? ` (${summary.aboveMean > 0 ? "+" : ""}${number(summary.aboveMean, 3)} to the mean)` : "", ` · ${counted(completion.token_ids.length, "token")} · ${completion.finish_reason}`, summary ? ` · age ${summary.age}` : ""),
     el("p", { class: "hint" }, Object.entries(completion.rewards).map(([name, value]) => `${name} ${value === null ? "none" : number(value)}`).join(" · "), ` · version ${completion.spans.map((s) => s[3]).join(" → ")}`),
     colour !== "none" ? tokens(completion, pieces?.get(completion), colour, learned) : completion.messages ? conversation(completion.messages) : longText(completion.text));
 }

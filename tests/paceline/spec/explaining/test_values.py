@@ -39,13 +39,25 @@ def refusal(override: str) -> str:
             )
             for name in (":f", "x.py:1f", "x.py:f g")
         ),
+        ("priority=1e30", "priority: must be an integer of at most 64 bits (got 1e+30)"),
         ("grpo.seed=many", "grpo.seed: must be an integer (got 'many')"),
         ("grpo.seed=1.5", "grpo.seed: must be an integer (got 1.5)"),
         ("grpo.seed=-1", "grpo.seed: must be greater than or equal to 0 (got -1)"),
         ("grpo.val_at_end=maybe", "grpo.val_at_end: must be true or false (got 'maybe')"),
         ("policy.optimizer.lr=high", "policy.optimizer.lr: must be a number (got 'high')"),
         ("policy.optimizer.betas=0.9", "policy.optimizer.betas: must be a list (got 0.9)"),
-        ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas: too short, because value 2 is missing (got [0.9])"),
+        ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas: must have 2 values (got [0.9])"),
+        ("loss_fn.veto=[]", "loss_fn.veto: must have 2 values (got [])"),
+        ("data.train=[]", "data.train: must have at least 1 value (got [])"),
+        ("data.choices={keys: []}", "data.choices.keys: must have at least 1 value (got [])"),
+        (
+            "policy.generation.stop_strings=[a, '']",
+            "policy.generation.stop_strings.1: must have at least 1 character (got '')",
+        ),
+        (
+            f"logger.trackers=[{{kind: wandb, project: {'x' * 129}}}]",
+            "logger.trackers.0.project: must have at most 128 characters (got 'xxxxxxxxxxxx...xxxxxxxxxxxxx')",
+        ),
         (
             "data.prompt_template=Human: {input}",
             "data.prompt_template: must be a text; put it into quotes, because YAML reads this value as a mapping "

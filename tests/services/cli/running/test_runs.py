@@ -27,6 +27,8 @@ SPEC = parse_spec(
     }
 )
 
+LONG = "loss is nan at step 3; correct policy.optimizer.lr, " * 9
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
@@ -38,7 +40,8 @@ def directory(tmp_path: Path) -> Iterator[Path]:
             run_id = f"sums-{number}"
             (folder / run_id).mkdir()
             ledger.add_run(run_id, spec_to_yaml(SPEC), str(folder / run_id), 2)
-            ledger.update_run(run_id, state=state, next_step=2 if state == "succeeded" else 1)
+            is_over = state == "succeeded"
+            ledger.update_run(run_id, state=state, next_step=2 if is_over else 1, message="" if is_over else LONG)
             ledger.add_event(run_id, "state", {"state": "running"})
             ledger.add_event(run_id, "step", {"step": 0, "reward": 0.25, "loss": 0.5, "age/0": 2})
             ledger.add_event(run_id, "step", {"step": 1, "reward": 0.75, "loss": None})
@@ -57,6 +60,14 @@ def test_runs_of_a_directory_are_listed(directory: Path) -> None:
         ("sums-2", "paused", 1),
     ]
     assert facts[0]["directory"] == str(directory / "sums-1")
+
+
+def test_a_long_message_makes_no_wide_table(directory: Path) -> None:
+    result = paceline("runs", "--directory", directory)
+    assert max(map(len, result.stdout.splitlines())) <= 120
+    table, _, below = result.stdout.partition("sums-2:\n")
+    assert len(table.splitlines()) == 3
+    assert below.split() == LONG.split()
 
 
 def test_a_paused_run_of_a_directory_is_cancelled_without_a_coordinator(

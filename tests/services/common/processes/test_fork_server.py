@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from process_ends import has_ended
 
+from paceline.services.common.processes.starting import LIBRARY_VARIABLES
+
 DEADLINE_S = 120.0
 STARTER = """
 import json, os, sys
@@ -150,7 +152,7 @@ def test_a_forked_service_is_like_a_plain_one(start: Callable[..., Starter]) -> 
         assert facts.pop("commands")[:3] == [sys.executable, "-m", "probe"]
         assert facts["parent"] == starter.process.pid
     variables = forked["facts"]["variables"]
-    for name in ("TORCH_CPP_LOG_LEVEL", "HF_HUB_DISABLE_PROGRESS_BARS"):  # every service that is forked sets them
+    for name in LIBRARY_VARIABLES:  # every service that is forked sets them
         plain["facts"]["variables"].setdefault(name, variables[name])
     assert forked["facts"] == plain["facts"] | {"threads": 1}  # numpy starts no thread
     assert forked["own"]["name"] == "a\n"

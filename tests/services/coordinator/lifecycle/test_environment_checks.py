@@ -14,6 +14,8 @@ from paceline.spec import RunSpec
 
 ROW = {"prompt": "2+2=", "answer": "4", "environment": "sums"}
 
+CHAT = [{"role": "user", "content": "2+2="}]
+
 
 def check(folder: Path, environment: dict[str, Any], row: dict[str, Any] | None = None) -> None:
     (folder / "train.jsonl").write_text(json.dumps(row or ROW) + "\n")
@@ -51,6 +53,40 @@ def test_a_class_is_in_its_file_and_gets_the_columns_that_it_needs(tmp_path: Pat
         return
     with pytest.raises((DataError, InvalidInput), match="environment.class: .*" + problem.replace("?", r"\?")):
         check(tmp_path, environment)
+
+
+TOOLS = (
+    "class Sums:\n    def reset(self, **_): ...\n    def add(self, a: int) -> int: ...\n    def get_reward(self): ..."
+)
+STEP = "class Sums:\n    def reset(self, **_): ...\n    def step(self, text): ...\n    def look(self): ..."
+
+
+@pytest.mark.parametrize(
+    ("source", "template", "environment", "prompt", "is_refused"),
+    [
+        (TOOLS, "{{ messages }}", {}, CHAT, True),
+        (TOOLS, "{{ messages }}{{ tools }}", {}, CHAT, False),
+        (TOOLS, "{{ messages }}", {"tool_parser": "json"}, CHAT, False),
+        (TOOLS, "{{ messages }}", {}, "2+2=", False),  # no template renders a text
+        (TOOLS, "", {}, CHAT, False),  # it may be on the workers' machines
+        (STEP, "{{ messages }}", {}, CHAT, False),
+    ],
+)
+def test_tools_need_a_template_that_reads_them(
+    tmp_path: Path, source: str, template: str, environment: dict[str, Any], prompt: Any, is_refused: bool
+) -> None:
+    (tmp_path / "sums.py").write_text(source)
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    row, given = ROW | {"prompt": prompt}, {"class": f"{tmp_path / 'sums.py'}:Sums", **environment}
+    if not is_refused:
+        check(tmp_path, given, row)
+        return
+    with pytest.raises(DataError, match=r"the environment has tools \(add\), .* or take a class with `step`"):
+        check(tmp_path, given, row)
+    function = {"tools": [f"{tmp_path / 'sums.py'}:Sums"]}
+    with pytest.raises(DataError, match=r"the environment has tools \(Sums\)"):
+        check(tmp_path, function, row)
 
 
 def test_a_file_that_is_not_here_is_the_worker_s_concern(tmp_path: Path) -> None:

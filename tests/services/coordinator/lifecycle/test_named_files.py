@@ -99,9 +99,11 @@ async def test_no_error_quotes_a_file_that_came_in_no_bundle(
 
 async def test_no_error_names_what_a_file_of_code_defines(plane: Plane, tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(f"def {CANARY}(): ...\n")
-    text = await said(plane, tmp_path, environment={"class": f"{tmp_path}/theirs.py:canary5ecret000"})
-    assert "has no class" in text
-    assert CANARY not in text
+    code = f"{tmp_path}/theirs.py:canary5ecret000"
+    for kind, named in (("class", {"environment": {"class": code}}), ("function", {"rewards": [{"function": code}]})):
+        text = await said(plane, tmp_path, **named)
+        assert f"has no {kind}" in text
+        assert CANARY not in text
 
 
 async def test_errors_still_quote_a_bundles_files(plane: Plane, tmp_path: Path) -> None:

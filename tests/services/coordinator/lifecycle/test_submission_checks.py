@@ -252,10 +252,28 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, files: dict[s
     policy = spec.policy.model_copy(update={"model_name": str(model)})
     with pytest.raises(InvalidInput, match=message):
         checked_data(spec.model_copy(update={"policy": policy}))
+    value = spec.value.model_copy(update={"model_name": str(model)})
+    with pytest.raises(InvalidInput, match=rf"value\.model_name .*{message}"):
+        checked_data(spec.model_copy(update={"value": value}))
+    teacher = spec.distillation.model_copy(update={"teacher_model_name": str(model)})
+    distilled = spec.model_copy(update={"distillation": teacher})
+    if "config.json" in files:  # a quantised model can be a teacher
+        checked_data(distilled)
+    else:
+        with pytest.raises(InvalidInput, match=rf"distillation\.teacher_model_name .*{message}"):
+            checked_data(distilled)
     if "model-q4.gguf" in files:
         policy = policy.model_copy(update={"model_name": str(model / "model-q4.gguf")})
         with pytest.raises(InvalidInput, match="is a file; name the model's folder"):
             checked_data(spec.model_copy(update={"policy": policy}))
+
+
+def test_a_function_that_its_file_lacks_is_refused_with_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def digits(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    row, code = {"prompt": "a"}, f"{tmp_path / 'own.py'}:"
+    checked_data(spec_for(tmp_path, row, {"function": f"{code}digits"}))
+    with pytest.raises(InvalidInput, match=r"rewards\.0: .*own\.py has no function 'digit'; did you mean 'digits'"):
+        checked_data(spec_for(tmp_path, row, {"function": f"{code}digit"}))
 
 
 def test_a_misspelt_built_in_is_refused_with_its_neighbour(tmp_path: Path) -> None:
