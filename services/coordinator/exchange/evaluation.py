@@ -149,10 +149,6 @@ class TrainClass:
         """Return the number of completions in a group."""
         return run.spec.grpo.num_generations_per_prompt
 
-    def share(self, run: ActiveRun) -> float:
-        """Return the number of completions in a group, relative to a group to train."""
-        return 1.0
-
     def count(self, exchange: Exchange, run: ActiveRun, name: str, tokens: int) -> None:
         """Add to a counter of the token accounting."""
         exchange.ledger.count(run.run_id, name, tokens)
@@ -179,9 +175,6 @@ class EvaluationClass:
 
     def size(self, run: ActiveRun) -> int:
         return run.spec.grpo.val_samples_per_prompt
-
-    def share(self, run: ActiveRun) -> float:
-        return self.size(run) / TRAIN.size(run)
 
     def count(self, exchange: Exchange, run: ActiveRun, name: str, tokens: int) -> None:
         """Add nothing: tokens of evaluations are not accounted."""

@@ -173,7 +173,8 @@ class Workers:
         self.overdue.add(member_id)
 
     def note_group(self, member_id: str, result: pb.GroupResult, share: float = 0.0) -> None:
-        """Note that a worker submitted a group, and its `share` in the throughput: 0 if another worker's result won."""
+        """Note that a worker submitted a group. `share` counts it in the throughput, relative to a group to train; 0 if
+        another worker's result won."""
         self.lease_durations.note_submission(member_id, result.group_id, result.attempt)
         if share:
             self.throughput.generated[member_id] += share

@@ -57,7 +57,8 @@ def submit(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         exchange.workers.lease_durations.note_refusal(request.member_id)
         return refuse(request, arrived.fault)
     group_class = evaluation.class_of(row)
-    if fault := _fault_of_form(run, group, group_class.size(run)):
+    size = group_class.size(run)
+    if fault := _fault_of_form(run, group, size):
         return refuse(request, fault)
     if not group_class.trains:
         pinned = evaluation.pinned_version(exchange, run, row)
@@ -87,7 +88,7 @@ def submit(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     leases.clear_deaths(exchange, run, result.group_id)
     generated = Generated(group.num_tokens, group.num_sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
-    exchange.workers.note_group(request.member_id, result, group_class.share(run))
+    exchange.workers.note_group(request.member_id, result, size / evaluation.TRAIN.size(run))
     group_class.generated(exchange, run)
     return committed(request)
 

@@ -80,7 +80,7 @@ def submit(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         reward=float(valid_C.mean()) if len(valid_C) else None,
     )
     exchange.groups.score(run.run_id, score.group_id, scored)
-    exchange.workers.note_scores(request.member_id, score, group_class.share(run))
+    exchange.workers.note_scores(request.member_id, score, size / evaluation.TRAIN.size(run))
     if line := extra_line(score.group_id, row["digest"], score.extra_json, size):
         exchange.notices.add("extra", line=line)
     if not group_class.trains:
