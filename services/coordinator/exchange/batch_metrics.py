@@ -96,7 +96,6 @@ MAX_SOURCES = 32
 
 MAX_NAME = 40
 
-
 OTHER = "other"
 
 

@@ -1,5 +1,5 @@
-"""Revokes the leases and tasks of workers that left, crashed or are overdue, and quarantines groups. No other module
-revokes leases; `requests/lease.py` leases groups.
+"""Revokes the leases and tasks of workers that left, crashed or are overdue, and quarantines groups. `requests/lease.py`
+leases groups, and revokes leases that their worker does not know.
 
 Quarantine finds groups that crash their workers by leasing them alone, and drops them, so that one prompt cannot end a
 pool. A worker's crash proves nothing about one of the many groups that it held, so each of them is counted as present.

@@ -89,7 +89,7 @@ def add_to_lease(
             entry.note_frames.append(len(payloads))
 
 
-def fault_of_result(turn_log: dict[int, SampleTurns], group: Group, turns: Iterable[GroupTurn]) -> str:
+def fault_of_turns(turn_log: dict[int, SampleTurns], group: Group, turns: Iterable[GroupTurn]) -> str:
     """Return how a result differs from the turn log of its group; empty if it does not."""
     assert group.rows is not None
     by_sample: dict[int, list[GroupTurn]] = {}

@@ -225,13 +225,13 @@ class Assignments:
 
     async def assign_learner(self) -> None:
         """Assign the active run to a learner in a new session, unless one has the run, even with a broken stream."""
-        run = self._exchange.active
-        if run is None or not self._waiting():
+        active = self._exchange.active
+        if active is None or not self._waiting():
             return
-        await self._check_checkpoints(run)
+        await self._check_checkpoints(active)
         async with self._lock:
-            waiting = self._waiting()
-            if not waiting:
+            run, waiting = self._exchange.active, self._waiting()
+            if run is None or run.run_id != active.run_id or not waiting:
                 return
             row = self._ledger.run(run.run_id)
             try:

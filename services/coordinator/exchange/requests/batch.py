@@ -18,7 +18,7 @@ from paceline.tracing import step_traceparent
 from paceline.v1 import exchange_pb2 as pb
 
 
-def get(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Return one rank's part of a step's batch, even if it was served before. Fix the batch first if it is due."""
     request, now_s = arrived.request, arrived.now_s
     body, row = request.batch, exchange.ledger.run(run.run_id)
@@ -95,7 +95,7 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     if run.spec.pool_serves_reference:
         for entry in reply.batch.groups:
             reference = exchange.ledger.payload(run.run_id, entry.group_id, "reference", last=True)
-            assert reference is not None, "`submit_scores` commits the reference with the rewards"
+            assert reference is not None, "the reference is committed with the rewards"
             payloads.append(reference.arrays)
             entry.reference_frame = len(payloads)
     return part

@@ -17,7 +17,7 @@ from paceline.v1 import exchange_pb2 as pb
 REASONS = (RESTARTED, FAILED)
 
 
-def end_life_of_sample(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """End an unfinished life of a sample: its tokens are dropped. A new life begins unless the sample is given up."""
     request, end, episodes = arrived.request, arrived.request.episode_end, exchange.ledger.episodes
     row = exchange.group_queries.get(run.run_id, end.group_id)

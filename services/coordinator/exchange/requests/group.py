@@ -35,7 +35,7 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, parse_message, split_completions, split_rows
 
 
-def submit(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Commit a checked and stored group. The first valid result of any attempt wins while the group is admitted or leased."""
     request, group = arrived.request, arrived.group
     result = request.group
@@ -72,7 +72,7 @@ def submit(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     fault, turn_log = fault_of_result(exchange, run, arrived, row, result.attempt), None
     if not fault and group.rows is not None:
         turn_log = turn_logs.of_group(exchange, run, result.group_id)
-        fault = turn_logs.fault_of_result(turn_log, group, arrived.turns)
+        fault = turn_logs.fault_of_turns(turn_log, group, arrived.turns)
         if fault and result.attempt < row["attempt"]:
             return stale(request, f"a later attempt has changed group {result.group_id}: {fault}")
     if fault:

@@ -27,7 +27,7 @@ MAX_ERROR_CHARS = 4096
 """Largest number of characters that are kept of a worker's message."""
 
 
-def accept(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Accept a lease that a worker returns: draining, perhaps with unfinished samples, or because the prompt is bad."""
     request = arrived.request
     returned = request.lease_return

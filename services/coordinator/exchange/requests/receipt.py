@@ -13,7 +13,7 @@ from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
 
 
-def take(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Record the receipt of a rank. The step is trained when the receipts of all ranks of the session agree with the
     batch. A receipt that does not agree ends its session, not the run."""
     request, receipt, row = arrived.request, arrived.request.receipt, exchange.ledger.run(run.run_id)

@@ -23,7 +23,7 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, decode_reference, decode_rewards
 
 
-def submit(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Commit the scores of a group if they are for exactly the text that was sent; the first valid scores win."""
     request = arrived.request
     score = request.score

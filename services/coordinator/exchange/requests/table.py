@@ -1,5 +1,6 @@
 """The one table of the kinds of requests to the exchange: who may send a request, its payload, what answers it, and the parked
-requests that it wakes. The modules of this folder have the answers, one module a kind."""
+requests that it wakes. The modules of this folder have the answers, one module a kind. Lease requests are usually
+answered together (`transport/dispatch.py:handle_leases`)."""
 
 from __future__ import annotations
 
@@ -38,14 +39,15 @@ class RequestKind:
     roles: frozenset[common_pb2.Role.ValueType]
     """Roles of the workers that may send it. In one run only one of two roles holds leases (`ActiveRun.lease_role`)."""
     answer: Callable[[Exchange, ActiveRun, Arrived], Outcome]
-    """Answers a request of the active run from a worker that may send it. A result with arrays has passed `check`."""
+    """Answers a request of the active run from a worker that may send it. A result with arrays was
+    checked before; `fault` says why it is invalid."""
     wakes: Callable[[pb.ExchangeRequest], Collection[str]] = lambda request: ()
     """Returns the kinds of parked requests whose answers the request can change."""
     frames: int = 0
     """Largest number of payload frames."""
     needs_frames: bool = False
     header_bytes: int = DEFAULT_HEADER_BYTES
-    """Largest number of bytes of the first frame."""
+    """Largest number of bytes of the first frame. A lease returned with samples may have `TEXTS_HEADER_BYTES`."""
     check: Callable[[Arrived], Record] | None = None
     """Checks the payload frames, sets the decoded parts, and returns the record to store. Raises WireError if the request
     is invalid in every state of the ledger."""
@@ -74,7 +76,7 @@ KINDS = {
     "lease": RequestKind(HOLDERS, lease.answer, header_bytes=SMALL_HEADER_BYTES),
     "group": RequestKind(
         HOLDERS,
-        group.submit,
+        group.answer,
         wakes=lambda request: ("task",),
         frames=2,
         needs_frames=True,
@@ -83,7 +85,7 @@ KINDS = {
     ),
     "lease_return": RequestKind(
         HOLDERS,
-        lease_return.accept,
+        lease_return.answer,
         wakes=lambda request: ("lease",),
         frames=1,
         header_bytes=SMALL_HEADER_BYTES,
@@ -92,25 +94,25 @@ KINDS = {
     ),
     "turn": RequestKind(
         ENVIRONMENT,
-        turn.submit,
+        turn.answer,
         frames=2,
         needs_frames=True,
         header_bytes=SMALL_HEADER_BYTES,
         check=turn.check,
         is_decided=turn.is_decided,
     ),
-    "episode_end": RequestKind(ENVIRONMENT, episode_end.end_life_of_sample, header_bytes=SMALL_HEADER_BYTES),
-    "task": RequestKind(REWARD, task.assign, header_bytes=SMALL_HEADER_BYTES),
+    "episode_end": RequestKind(ENVIRONMENT, episode_end.answer, header_bytes=SMALL_HEADER_BYTES),
+    "task": RequestKind(REWARD, task.answer, header_bytes=SMALL_HEADER_BYTES),
     "score": RequestKind(
         REWARD,
-        score.submit,
+        score.answer,
         wakes=lambda request: ("batch", "task") if request.score.handed_back else ("batch",),
         frames=1,
         check=score.check,
         is_decided=score.is_decided,
     ),
-    "batch": RequestKind(LEARNER, batch.get, header_bytes=SMALL_HEADER_BYTES, is_urgent=True),
-    "receipt": RequestKind(LEARNER, receipt.take, wakes=lambda request: ("batch", "lease"), is_urgent=True),
+    "batch": RequestKind(LEARNER, batch.answer, header_bytes=SMALL_HEADER_BYTES, is_urgent=True),
+    "receipt": RequestKind(LEARNER, receipt.answer, wakes=lambda request: ("batch", "lease"), is_urgent=True),
 }
 """Each kind of request, by the name of the request's body. Each request has the secret of a Welcome, which only a caller
 with the role `worker` gets."""

@@ -22,7 +22,7 @@ MAX_TASK_BYTES = 32 << 20
 """Largest number of bytes of an answer with several tasks: scoring of the first waits until the last has arrived."""
 
 
-def assign(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Assign generated groups to a reward worker, lowest slot first."""
     request = arrived.request
     reply = ok(request)

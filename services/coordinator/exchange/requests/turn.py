@@ -33,7 +33,7 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_NOTE_BYTES, TurnArrays, parse_message
 
 
-def submit(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     request, turn, episodes = arrived.request, arrived.request.turn, exchange.ledger.episodes
     row = exchange.group_queries.get(run.run_id, turn.group_id)
     if (refusal := refusal_of_holder(exchange, run, request, row, turn)) is not None:

@@ -13,7 +13,7 @@ from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.coordinator.exchange.replies import Outcome, refuse, stale
 from paceline.services.coordinator.exchange.requests import batch
 from paceline.services.coordinator.exchange.requests.lease import lease_groups
-from paceline.services.coordinator.exchange.requests.table import KINDS, RequestKind, kind_of
+from paceline.services.coordinator.exchange.requests.table import HOLDERS, KINDS, UNKNOWN, RequestKind, kind_of
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.transport.router_socket import PendingRequest
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
@@ -24,15 +24,15 @@ from paceline.wire import PROTOCOL
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
-    """Answer one request, inside a transaction. A result with payload frames has passed `intake` before. Bad messages
-    are answered `invalid`, outdated ones `stale`; neither changes any state."""
-    arrived.now_s, run, kind = now_s, exchange.active, kind_of(arrived.kind)
+    """Answer one request, inside a transaction. A result with arrays was checked before. Bad messages are answered
+    `invalid`, outdated ones `stale`; neither changes any state."""
+    arrived.now_s, run, facts = now_s, exchange.active, kind_of(arrived.kind)
     try:
-        refusal = refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived, kind)
+        refusal = refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived, facts)
         if refusal is not None:
             return refusal
         assert run is not None
-        return kind.answer(exchange, run, arrived)
+        return facts.answer(exchange, run, arrived)
     except WireError as error:
         return refuse(arrived.request, str(error))
 
@@ -86,28 +86,28 @@ def refusal_of_key(exchange: Exchange, request: pb.ExchangeRequest, key: bytes) 
     )
 
 
-def _refusal(exchange: Exchange, arrived: Arrived, kind: RequestKind) -> Outcome | None:
+def _refusal(exchange: Exchange, arrived: Arrived, facts: RequestKind) -> Outcome | None:
     """Answer a member's request if it needs no handler; return None if it needs one."""
     request, run = arrived.request, exchange.active
     if run is None or request.run_id != run.run_id:
         if arrived.kind == "batch":
             return batch.end(exchange, request)
         return stale(request, f"run {request.run_id[:64]!r} is not the current run")
-    refusal = _refusal_of_wrong_sender(exchange, run, arrived, kind.roles)
+    refusal = _refusal_of_wrong_sender(exchange, run, arrived, facts)
     if refusal is not None and refusal.reply.status == pb.REPLY_STATUS_INVALID:
         exchange.note_intruder(arrived.kind, request.member_id, refusal.reply.message, "")
     return refusal
 
 
 def _refusal_of_wrong_sender(
-    exchange: Exchange, run: ActiveRun, arrived: Arrived, roles: frozenset[common_pb2.Role.ValueType]
+    exchange: Exchange, run: ActiveRun, arrived: Arrived, facts: RequestKind
 ) -> Outcome | None:
     """Refuse a member's request that belongs to another role, rank or session."""
     request, kind = arrived.request, arrived.kind
     member = exchange.senders.get(request.member_id)
     assert member is not None, "`refusal_of_sender` is called before"
     sent_by = member.introduction.role
-    role = run.lease_role if len(roles) > 1 else next(iter(roles), sent_by)
+    role = run.lease_role if facts.roles is HOLDERS else next(iter(facts.roles), sent_by)
     if kind == "lease" and sent_by == common_pb2.ROLE_ROLLOUT:
         role = sent_by  # in a run with an environment it is answered without leases
     if role == common_pb2.ROLE_ENVIRONMENT and not run.spec.environment.is_used:
@@ -117,7 +117,7 @@ def _refusal_of_wrong_sender(
         return refuse(
             request, f"only a {name} worker may send a {kind} request; {member.member_id} is a {member.role_name}"
         )
-    if role != common_pb2.ROLE_LEARNER or not roles:
+    if role != common_pb2.ROLE_LEARNER or facts is UNKNOWN:
         return None
     body = request.batch if kind == "batch" else request.receipt
     rank = body.rank

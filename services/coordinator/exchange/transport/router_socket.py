@@ -263,16 +263,15 @@ def _source(frame: zmq.Frame) -> int:
 def parse(message: Message, max_wait_s: float) -> PendingRequest:
     """Return the request in a message, to be parked for at most `max_wait_s`. Raises WireError."""
     request = parse_message(pb.ExchangeRequest, message.header)
+    body = getattr(request, request.WhichOneof("body") or "", None)
+    wait_s = min(max_wait_s, getattr(body, "wait_s", 0.0))  # in this order, NaN becomes the limit
     pending = PendingRequest(
         request,
         message.payloads,
         identity=message.identity,
-        deadline_s=0.0,
+        deadline_s=time.monotonic() + wait_s,
         size=message.size,
         header_size=len(message.header),
     )
     pending.has_bulk = kind_of(pending.kind).has_bulk(pending.frames)
-    # In this order, NaN becomes the limit.
-    wait_s = min(max_wait_s, getattr(getattr(request, pending.kind, None), "wait_s", 0.0))
-    pending.deadline_s = time.monotonic() + wait_s
     return pending

@@ -109,9 +109,7 @@ MIN_LOGPROB = -1e5
 
 MAX_LOGPROB_BITS, MIN_LOGPROB_BITS = np.array([MAX_LOGPROB, MIN_LOGPROB], np.float32).view(np.uint32).tolist()
 
-
 MAX_ID = 2**31 - 1
-
 
 MAX_TEXT_BYTES = 1024
 """Largest number of bytes of a token's text; the longest in known vocabularies have a few hundred."""
