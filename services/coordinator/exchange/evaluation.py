@@ -23,7 +23,7 @@ from paceline.errors import Unreadable
 from paceline.groups import FloatArray, Version
 from paceline.services.coordinator.exchange.admission import SamplingWorker
 from paceline.services.coordinator.exchange.batch_metrics import rewards_by_source, sources_of
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, class_of
 from paceline.services.coordinator.ledger.groups import State
 from paceline.spec import RunSpec
 
@@ -94,7 +94,7 @@ def choose_sampler(exchange: Exchange, run: ActiveRun, samplers: Sequence[Sampli
 
 def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
     """Return the only version that tokens of an evaluation's group may have."""
-    evaluation = exchange.ledger.evaluations.get(run.run_id, int(row["class"].split(":")[1]))
+    evaluation = exchange.ledger.evaluations.get(run.run_id, class_of(row).step)
     assert evaluation is not None
     return Version(evaluation["pinned_session"], evaluation["pinned_step"])
 
@@ -137,64 +137,8 @@ def fail(
 
 def drop(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, reason: str, error: str = "") -> None:
     exchange.drop(run, row, reason, error=error)
-    class_of(row).ended(exchange, run)
-
-
-class TrainClass:
-    """The class of groups to train: batches take them, and their tokens are accounted."""
-
-    trains = True
-
-    def size(self, run: ActiveRun) -> int:
-        """Return the number of completions in a group."""
-        return run.spec.grpo.num_generations_per_prompt
-
-    def count(self, exchange: Exchange, run: ActiveRun, name: str, tokens: int) -> None:
-        """Add to a counter of the token accounting."""
-        exchange.ledger.count(run.run_id, name, tokens)
-
-    def step_of_weights(self, exchange: Exchange, run: ActiveRun) -> int:
-        """Return the step whose reward weights apply."""
-        return int(exchange.ledger.run(run.run_id)["next_batch"])
-
-    def generated(self, exchange: Exchange, run: ActiveRun) -> None:
-        """Note that a group was generated."""
-        run.state.drops_in_a_row.end_of_generation()
-
-    def ended(self, exchange: Exchange, run: ActiveRun) -> None:
-        """Note that a group was scored or dropped."""
-
-
-class EvaluationClass:
-    """A class of groups that are only measured; `name` is `eval:<step>`. Methods as `TrainClass`."""
-
-    trains = False
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def size(self, run: ActiveRun) -> int:
-        return run.spec.grpo.val_samples_per_prompt
-
-    def count(self, exchange: Exchange, run: ActiveRun, name: str, tokens: int) -> None:
-        """Add nothing: tokens of evaluations are not accounted."""
-
-    def step_of_weights(self, exchange: Exchange, run: ActiveRun) -> int:
-        return int(self.name.partition(":")[2])
-
-    def generated(self, exchange: Exchange, run: ActiveRun) -> None:
-        unpin_if_generated(exchange, run, self.name)
-
-    def ended(self, exchange: Exchange, run: ActiveRun) -> None:
-        finish_if_done(exchange, run, self.name)
-
-
-GroupClass = TrainClass | EvaluationClass
-TRAIN = TrainClass()
-
-
-def class_of(row: sqlite3.Row) -> GroupClass:
-    return TRAIN if row["class"] == "train" else EvaluationClass(row["class"])
+    if not class_of(row).trains:
+        finish_if_done(exchange, run, row["class"])
 
 
 def _remove_surplus(exchange: Exchange, run: ActiveRun) -> None:

@@ -11,18 +11,10 @@ import numpy as np
 
 from paceline.groups import Completion, Group, IntArray, Version
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
-from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.services.coordinator.exchange.uploads.intake import UploadedGroup
 from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_completions, parse_message
-
-
-def fault_of_result(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
-    """Return how the result contradicts the ledger; empty if it does not."""
-    assert arrived.group is not None
-    return fault_of_ids(exchange, run, arrived.max_id) or fault_of_group(
-        exchange, run, row, attempt, arrived.request.member_id, arrived.group
-    )
 
 
 def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
@@ -33,14 +25,15 @@ def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
     return ""
 
 
-def fault_of_group(
-    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, group: Group
+def fault_of_result(
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, uploaded: UploadedGroup
 ) -> str:
-    """Return why the versions or the continued prefix of a result are impossible; empty if they are possible. A
-    worker's tokens have versions that it acknowledged or was offered; the prefix of its lease has versions of
+    """Return why the ids, versions or continued prefix of a result are impossible; empty if they are possible. A worker's
+    tokens have versions that it acknowledged or was offered; the prefix of its lease has versions of
     earlier holders. The turns of rows were compared when they were submitted."""
-    if group.rows is not None:
-        return ""
+    group = uploaded.group
+    if (fault := fault_of_ids(exchange, run, uploaded.max_id)) or group.rows is not None:
+        return fault
     versions = {span[:2] for c in group.completions for span in c.spans}
     newest, step = Version(*max(versions, default=(0, 0))), max([step for _, step in versions], default=0)
     held = exchange.workers.newest_of(member_id)

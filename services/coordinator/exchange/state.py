@@ -29,6 +29,36 @@ BATCH_DUE = "whether the next batch can be fixed"
 
 
 @dataclass(frozen=True)
+class GroupClass:
+    """A class of groups: those to train, which batches take and whose tokens are accounted, or those that are only measured,
+    for the evaluation of version `step`."""
+
+    step: int = -1
+
+    @property
+    def trains(self) -> bool:
+        return self.step < 0
+
+    def size(self, run: ActiveRun) -> int:
+        """Return the number of completions in a group."""
+        grpo = run.spec.grpo
+        return grpo.num_generations_per_prompt if self.trains else grpo.val_samples_per_prompt
+
+    def count(self, exchange: Exchange, run: ActiveRun, name: str, tokens: int) -> None:
+        """Add to a counter of the token accounting, which has no tokens of evaluations."""
+        if self.trains:
+            exchange.ledger.count(run.run_id, name, tokens)
+
+
+TRAIN = GroupClass()
+
+
+def class_of(row: sqlite3.Row) -> GroupClass:
+    """Return the class of a group's row, which has it as `train` or `eval:<step>`."""
+    return TRAIN if row["class"] == "train" else GroupClass(int(row["class"].removeprefix("eval:")))
+
+
+@dataclass(frozen=True)
 class ActiveRun:
     run_id: str
     spec: RunSpec
@@ -162,7 +192,7 @@ class Exchange:
         """Drop a group for `reason`: its slot is freed, and its tokens are accounted as dropped. `error` is the text of
         its failure, `totals` the rewards of its completions. Pauses the run after too many drops in a row."""
         self._drop(run.run_id, row, reason, row["tokens"] if tokens is None else tokens)
-        if row["class"] != "train" or reason == "by_request":
+        if not class_of(row).trains or reason == "by_request":
             return
         in_a_row = self.ledger.run(run.run_id)["dropped_in_a_row"] + 1
         self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
@@ -198,19 +228,18 @@ class Exchange:
             self.active.state.slots_changed()
             self._freed = True
         self.ledger.deaths.remove_group(run_id, group_id)
-        if row["class"] == "train":
+        if class_of(row).trains:
             self.ledger.count(run_id, f"groups:dropped:{reason}")
             self.ledger.count(run_id, f"tokens:dropped:{reason}", tokens)
             self.ledger.free_slots.add(run_id, row["slot"])
 
     def end_run(self, run_id: str) -> None:
         """Drop the open groups as run_ended, and remove unfinished evaluations."""
-        for group_class in self._open_classes(run_id):
-            if group_class != "train":
-                self.remove_groups(run_id, group_class)
-                continue
-            for row in self.group_queries.open_of_class(run_id, group_class):
-                self._drop(run_id, row, "run_ended", row["tokens"])
+        train, *evaluations = self._open_classes(run_id)
+        for row in self.group_queries.open_of_class(run_id, train):
+            self._drop(run_id, row, "run_ended", row["tokens"])
+        for group_class in evaluations:
+            self.remove_groups(run_id, group_class)
         self.ledger.deaths.remove_run(run_id)
         self._deactivate(run_id)
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from paceline.groups import Group
-from paceline.services.coordinator.exchange.evaluation import class_of
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.uploads.intake import GroupTurn
 from paceline.services.coordinator.ledger.segments import Frame, frame_size
 from paceline.services.coordinator.ledger.tables.episodes import FAILED, LEFT_OUT, EndedLife, Lives, left_out_of

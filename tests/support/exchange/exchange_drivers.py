@@ -122,8 +122,7 @@ class World:
         request.secret = request.secret or self._secret(request)
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
         arrived = Arrived(parsed, list(frames), Limits.of(self.spec))
-        arrived.has_bulk = kind_of(arrived.kind).has_bulk(arrived.frames)
-        if arrived.has_bulk:
+        if kind_of(arrived.kind).has_bulk(arrived.frames):
             validate_upload(arrived)
             store(self.ledger.payloads, [arrived])
         with self.ledger.transaction(synced=False):

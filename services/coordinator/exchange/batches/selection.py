@@ -16,8 +16,7 @@ from paceline.errors import Conflict, InvalidInput
 from paceline.services.coordinator.exchange.admission import must_wait
 from paceline.services.coordinator.exchange.batch_metrics import batch_metrics, sources_of
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.evaluation import class_of
-from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import DamagedRecord

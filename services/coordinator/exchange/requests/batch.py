@@ -18,10 +18,9 @@ from paceline.tracing import step_traceparent
 from paceline.v1 import exchange_pb2 as pb
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """Return one rank's part of a step's batch, even if it was served before. Fix the batch first if it is due."""
-    request, now_s = arrived.request, arrived.now_s
-    body, row = request.batch, exchange.ledger.run(run.run_id)
+    request, body, row = arrived.request, arrived.request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return stale(request, f"session {request.session} has ended; the newest session is {row['session']}")
     if body.world_size == 0 or body.rank >= body.world_size:

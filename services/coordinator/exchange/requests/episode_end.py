@@ -7,7 +7,7 @@ import sqlite3
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.replies import Outcome, committed, duplicate, refuse
 from paceline.services.coordinator.exchange.requests.turn import refusal_of_holder, sample_name
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED
@@ -17,7 +17,7 @@ from paceline.v1 import exchange_pb2 as pb
 REASONS = (RESTARTED, FAILED)
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """End an unfinished life of a sample: its tokens are dropped. A new life begins unless the sample is given up."""
     request, end, episodes = arrived.request, arrived.request.episode_end, exchange.ledger.episodes
     row = exchange.group_queries.get(run.run_id, end.group_id)
@@ -54,7 +54,7 @@ def _note_failure(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, end: pb.
             )
         return
     lives = exchange.ledger.episodes.lives_of_group(run.run_id, row["group_id"])
-    size = evaluation.class_of(row).size(run)
+    size = class_of(row).size(run)
     if sum(sample.given_up for sample in lives.values()) < size:
         if number := run.state.failure_counts.dropped(error):
             alike = f", the {number}th for this cause" if number > 1 else ""

@@ -14,13 +14,14 @@ from paceline.groups import Group, held_attempt
 from paceline.services.coordinator.exchange import evaluation, leases, turn_logs
 from paceline.services.coordinator.exchange.replies import Outcome, committed, duplicate, refuse, stale
 from paceline.services.coordinator.exchange.result_checks import fault_of_result
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import TRAIN, ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.uploads.intake import (
     ENDINGS,
     FINISHED,
     Arrived,
     GroupTurn,
     Limits,
+    UploadedGroup,
     check_arrays,
     check_number,
     check_text_size,
@@ -35,9 +36,9 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, parse_message, split_completions, split_rows
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """Commit a checked and stored group. The first valid result of any attempt wins while the group is admitted or leased."""
-    request, group = arrived.request, arrived.group
+    request, uploaded = arrived.request, arrived.uploaded
     result = request.group
     row = exchange.group_queries.get(run.run_id, result.group_id)
     if row is None:
@@ -45,18 +46,18 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     if held_attempt(row["holders"], result.attempt) != request.member_id:
         attempt = f"attempt {result.attempt} of group {result.group_id}"
         return stale(request, f"{attempt} was never leased to {request.member_id}")
-    if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_decided or group is not None):
-        if group is not None and result.digest != row["digest"]:  # else it is the accepted result, sent again
-            exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
+    if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_decided or uploaded is not None):
+        if uploaded is not None and result.digest != row["digest"]:  # else it is the accepted result, sent again
+            exchange.ledger.count(run.run_id, "tokens:wasted", uploaded.group.num_tokens)
             exchange.workers.note_group(request.member_id, result)
         return duplicate(request, f"group {result.group_id} is {row['state']} already")
     # It was decided when the result arrived; since then its record was found damaged, and the group is generated again.
     if arrived.is_decided:
         return stale(request, f"group {result.group_id} is {row['state']} again")
-    if group is None or arrived.location is None:
+    if uploaded is None or arrived.location is None:
         exchange.workers.lease_durations.note_refusal(request.member_id)
         return refuse(request, arrived.fault)
-    group_class = evaluation.class_of(row)
+    group, group_class = uploaded.group, class_of(row)
     size = group_class.size(run)
     if fault := _fault_of_form(run, group, size):
         return refuse(request, fault)
@@ -69,10 +70,10 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
             if group.rows is None or result.attempt == row["attempt"]:
                 exchange.groups.readmit(run.run_id, result.group_id)
             return stale(request, f"group {result.group_id} has tokens of another version than its evaluation")
-    fault, turn_log = fault_of_result(exchange, run, arrived, row, result.attempt), None
+    fault, turn_log = fault_of_result(exchange, run, row, result.attempt, request.member_id, uploaded), None
     if not fault and group.rows is not None:
         turn_log = turn_logs.of_group(exchange, run, result.group_id)
-        fault = turn_logs.fault_of_turns(turn_log, group, arrived.turns)
+        fault = turn_logs.fault_of_turns(turn_log, group, uploaded.turns)
         if fault and result.attempt < row["attempt"]:
             return stale(request, f"a later attempt has changed group {result.group_id}: {fault}")
     if fault:
@@ -88,8 +89,11 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     leases.clear_deaths(exchange, run, result.group_id)
     generated = Generated(group.num_tokens, group.num_sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
-    exchange.workers.note_group(request.member_id, result, size / evaluation.TRAIN.size(run))
-    group_class.generated(exchange, run)
+    exchange.workers.note_group(request.member_id, result, size / TRAIN.size(run))
+    if group_class.trains:
+        run.state.drops_in_a_row.end_of_generation()
+    else:
+        evaluation.unpin_if_generated(exchange, run, row["class"])
     return committed(request)
 
 
@@ -110,7 +114,7 @@ def check(arrived: Arrived) -> Record:
     if len(frames) != 2:
         raise WireError(f"a group result has two payload frames, not {len(frames)}")
     texts, arrays = parse_message(pb.Texts, frames[1]), CompletionArrays.of(frames[0])
-    arrived.max_id = check_arrays(arrays, arrived.limits)
+    max_id = check_arrays(arrays, arrived.limits)
     if arrays.rows is None:
         check_texts(len(frames[1]), len(arrays.token_ids), texts.finish_reasons, FINISHED)
     else:
@@ -121,13 +125,12 @@ def check(arrived: Arrived) -> Record:
     unread = [""] * len(texts.texts)  # no check here needs the texts
     prompt_ids, completions = split_completions(arrays, texts.finish_reasons, unread)
     group = Group(result.group_id, prompt_ids, completions, rows=split_rows(arrays, completions))
-    if group.rows is not None:
-        arrived.turns = turns_of(group)
+    turns = () if group.rows is None else turns_of(group)
     if group.digest(like=result.digest) != result.digest:
         raise WireError(f"the digest of group {result.group_id} does not match its arrays")
     if group.num_tokens == 0:
         raise WireError(f"group {result.group_id} has no tokens")
-    arrived.group = group
+    arrived.uploaded = UploadedGroup(group, max_id, turns)
     return Record.of(frames[1], frames[0])
 
 

@@ -18,7 +18,7 @@ from paceline.services.coordinator.exchange import evaluation, leases, turn_logs
 from paceline.services.coordinator.exchange.admission import admissible, serving_samplers, step_of_group, versions_of
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.replies import Outcome, ok
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import TRAIN, ActiveRun, Exchange
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.ledger.groups import NewLease
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
@@ -43,8 +43,7 @@ def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Excha
     _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     free: list[tuple[sqlite3.Row, int]] = []
     if run.prompts is not None and not exchange.takes_no_work(run):
-        group_size = run.spec.grpo.num_generations_per_prompt
-        num_groups = sum(max(1, min(request.lease.room, MAX_ROOM) // group_size) for request in requests)
+        num_groups = sum(max(1, min(request.lease.room, MAX_ROOM) // TRAIN.size(run)) for request in requests)
         free = _admit_and_list_free(exchange, run, num_groups + len(run.state.reserved))
     new = _NewLeases(exchange, run, free)
     outcomes = [new.answer(request) for request in requests]
@@ -57,7 +56,7 @@ class _NewLeases:
 
     def __init__(self, exchange: Exchange, run: ActiveRun, free: list[tuple[sqlite3.Row, int]]):
         self._exchange, self._run = exchange, run
-        self._group_size, self._val_size = evaluation.TRAIN.size(run), run.spec.grpo.val_samples_per_prompt
+        self._group_size, self._val_size = TRAIN.size(run), run.spec.grpo.val_samples_per_prompt
         self._params = params_message(run.spec.policy.generation)
         self._samplers = serving_samplers(exchange, run) if run.spec.environment.is_used else []
         self._free = free
@@ -291,5 +290,5 @@ def params_message(generation: GenerationSection) -> common_pb2.SamplingParams:
     )
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     return lease_groups(exchange, run, [arrived.request])[0]

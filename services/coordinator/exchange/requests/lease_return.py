@@ -9,8 +9,15 @@ from paceline.groups import Group
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.replies import Outcome, committed, refuse, stale
 from paceline.services.coordinator.exchange.result_checks import fault_of_result
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
-from paceline.services.coordinator.exchange.uploads.intake import ABORTED, FINISHED, Arrived, check_arrays, check_texts
+from paceline.services.coordinator.exchange.state import TRAIN, ActiveRun, Exchange, class_of
+from paceline.services.coordinator.exchange.uploads.intake import (
+    ABORTED,
+    FINISHED,
+    Arrived,
+    UploadedGroup,
+    check_arrays,
+    check_texts,
+)
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import Record
 from paceline.v1 import exchange_pb2 as pb
@@ -27,7 +34,7 @@ MAX_ERROR_CHARS = 4096
 """Largest number of characters that are kept of a worker's message."""
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """Accept a lease that a worker returns: draining, perhaps with unfinished samples, or because the prompt is bad."""
     request = arrived.request
     returned = request.lease_return
@@ -50,15 +57,16 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
             request,
             f"group {returned.group_id} was returned with samples, but a run with an environment submits them turn by turn",
         )
-    if arrived.frames and evaluation.class_of(row).trains:
-        prefix = arrived.group
-        if prefix is None or arrived.location is None:
+    if arrived.frames and class_of(row).trains:
+        uploaded = arrived.uploaded
+        if uploaded is None or arrived.location is None:
             return refuse(request, arrived.fault)
-        expected = run.spec.grpo.num_generations_per_prompt
+        prefix = uploaded.group
+        expected = TRAIN.size(run)
         if prefix.rows is not None or len(prefix.completions) != expected:
             number = len(prefix.completions)
             return refuse(request, f"group {returned.group_id} was returned with {number} samples, not {expected}")
-        if fault := fault_of_result(exchange, run, arrived, row, returned.attempt):
+        if fault := fault_of_result(exchange, run, row, returned.attempt, request.member_id, uploaded):
             return refuse(request, f"the prefix of group {returned.group_id}: {fault}")
         exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.location)
         oldest = prefix.oldest_step if prefix.oldest_step >= 0 else row["lease_step"]
@@ -83,10 +91,11 @@ def check(arrived: Arrived) -> Record:
     if len(frames) != 1:
         raise WireError(f"a lease is returned with one payload frame at most, not {len(frames)}")
     arrays, reasons = CompletionArrays.of(frames[0]), returned.finish_reasons
-    arrived.max_id = check_arrays(arrays, arrived.limits)
+    max_id = check_arrays(arrays, arrived.limits)
     size_bytes = sum(map(len, returned.texts))
     check_texts(size_bytes, len(arrays.token_ids), reasons, FINISHED + ABORTED)
-    arrived.group = Group(returned.group_id, *split_completions(arrays, reasons, [""] * len(reasons)))
+    group = Group(returned.group_id, *split_completions(arrays, reasons, [""] * len(reasons)))
+    arrived.uploaded = UploadedGroup(group, max_id)
     header = pb.LeaseReturn(group_id=returned.group_id, attempt=returned.attempt, finish_reasons=reasons)
     return Record.of(header.SerializeToString(), frames[0])
 

@@ -13,7 +13,7 @@ from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """Record the receipt of a rank. The step is trained when the receipts of all ranks of the session agree with the
     batch. A receipt that does not agree ends its session, not the run."""
     request, receipt, row = arrived.request, arrived.request.receipt, exchange.ledger.run(run.run_id)
@@ -85,9 +85,8 @@ def judge(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
     batch = exchange.ledger.batches.get(run.run_id, receipt.step) if receipt.comparisons else None
     if batch is None:
         return
-    chosen = run.state.spot_check.chosen(batch["chain"])
     for compared in receipt.comparisons:
-        worker = chosen.pop(compared.group_id, "")
+        worker = run.state.spot_check.take(batch["chain"], compared.group_id)
         if not worker:
             continue
         observation = Observation(compared.mean, compared.standard_error, compared.tokens)

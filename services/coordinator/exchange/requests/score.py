@@ -14,7 +14,7 @@ from paceline.services.common.worker.score_extras import extra_line
 from paceline.services.coordinator.exchange import evaluation, leases
 from paceline.services.coordinator.exchange.replies import Outcome, committed, duplicate, refuse, stale
 from paceline.services.coordinator.exchange.requests.task import wants_reference
-from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import BATCH_DUE, TRAIN, ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, check_logprobs
 from paceline.services.coordinator.ledger.groups import Scored, State
 from paceline.services.coordinator.ledger.segments import Record
@@ -23,7 +23,7 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, decode_reference, decode_rewards
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """Commit the scores of a group if they are for exactly the text that was sent; the first valid scores win."""
     request = arrived.request
     score = request.score
@@ -52,13 +52,13 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
             request,
             f"scores are of functions {functions}, but the run has {[reward.label for reward in run.spec.rewards]}",
         )
-    group_class = evaluation.class_of(row)
+    group_class = class_of(row)
     size = group_class.size(run)
     rewards_CF = decode_rewards(score.rewards, size)
     if rewards_CF.shape[1] != len(functions) or np.isinf(rewards_CF).any():
         shape = rewards_CF.shape
         return refuse(request, f"rewards of shape {shape} do not fit {len(functions)} functions, or are infinite")
-    step = group_class.step_of_weights(exchange, run)
+    step = exchange.ledger.run(run.run_id)["next_batch"] if group_class.trains else group_class.step
     totals_C = totals(rewards_CF, run.spec.rewards, step)
     valid_C = totals_C[~np.isnan(totals_C)]
     if np.isinf(valid_C).any():
@@ -80,11 +80,11 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
         reward=float(valid_C.mean()) if len(valid_C) else None,
     )
     exchange.groups.score(run.run_id, score.group_id, scored)
-    exchange.workers.note_scores(request.member_id, score, size / evaluation.TRAIN.size(run))
+    exchange.workers.note_scores(request.member_id, score, size / TRAIN.size(run))
     if line := extra_line(score.group_id, row["digest"], score.extra_json, size):
         exchange.notices.add("extra", line=line)
     if not group_class.trains:
-        group_class.ended(exchange, run)
+        evaluation.finish_if_done(exchange, run, row["class"])
     elif run.spec.grpo.use_dynamic_sampling and not _has_advantage(exchange, run, row, rewards_CF, step):
         exchange.drop(run, row, "no_variance", totals=totals_C.tolist())
     else:

@@ -38,8 +38,8 @@ DEFAULT_HEADER_BYTES = 4 << 20
 class RequestKind:
     roles: frozenset[common_pb2.Role.ValueType]
     """Roles of the workers that may send it. In one run only one of two roles holds leases (`ActiveRun.lease_role`)."""
-    answer: Callable[[Exchange, ActiveRun, Arrived], Outcome]
-    """Answers a request of the active run from a worker that may send it. A result with arrays was
+    answer: Callable[[Exchange, ActiveRun, Arrived, float], Outcome]
+    """Answers a request of the active run, at a time `now_s`, from a worker that may send it. A result with arrays was
     checked before; `fault` says why it is invalid."""
     wakes: Callable[[pb.ExchangeRequest], Collection[str]] = lambda request: ()
     """Returns the kinds of parked requests whose answers the request can change."""
@@ -61,7 +61,7 @@ class RequestKind:
         return self.check is not None and (self.needs_frames or bool(frames))
 
 
-def _answer_unknown(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def _answer_unknown(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     text = "the request has no body that this coordinator understands; update the older side"
     return refuse(arrived.request, text)
 

@@ -6,10 +6,10 @@ import sqlite3
 
 from paceline.groups import with_holder
 from paceline.services.common.worker.score_extras import trainer_state, with_trainer_state
-from paceline.services.coordinator.exchange import evaluation, leases
+from paceline.services.coordinator.exchange import leases
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.replies import Outcome, ok
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment, frame_size
 from paceline.tracing import group_traceparent
@@ -22,7 +22,7 @@ MAX_TASK_BYTES = 32 << 20
 """Largest number of bytes of an answer with several tasks: scoring of the first waits until the last has arrived."""
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """Assign generated groups to a reward worker, lowest slot first."""
     request = arrived.request
     reply = ok(request)
@@ -70,4 +70,4 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
 
 def wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:
     """Return whether scores must include the reference's log-probabilities: only groups to train need them."""
-    return run.spec.pool_serves_reference and evaluation.class_of(row).trains
+    return run.spec.pool_serves_reference and class_of(row).trains

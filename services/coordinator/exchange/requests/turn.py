@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
 
-from paceline.array_frames import Buffer
 from paceline.errors import WireError
 from paceline.groups import Version
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.replies import Outcome, committed, duplicate, refuse, stale
 from paceline.services.coordinator.exchange.result_checks import fault_of_ids, fault_of_versions
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.uploads.intake import (
     ENDINGS,
     FINISHED,
     Arrived,
-    Limits,
     UploadedTurn,
     check_ids,
     check_logprobs,
@@ -33,13 +30,13 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_NOTE_BYTES, TurnArrays, parse_message
 
 
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     request, turn, episodes = arrived.request, arrived.request.turn, exchange.ledger.episodes
     row = exchange.group_queries.get(run.run_id, turn.group_id)
     if (refusal := refusal_of_holder(exchange, run, request, row, turn)) is not None:
         return refusal
     assert row is not None
-    group_class, lives = evaluation.class_of(row), episodes.lives(run.run_id, turn.group_id, turn.sample)
+    group_class, lives = class_of(row), episodes.lives(run.run_id, turn.group_id, turn.sample)
     if turn.life < lives.current or lives.given_up:
         return stale(request, f"life {turn.life} of {sample_name(turn)} has ended")
     last = episodes.last_turn(run.run_id, turn.group_id, turn.sample, lives.current)
@@ -127,7 +124,7 @@ def refusal_of_holder(
     if row is None or not is_open or (row["attempt"], row["member_id"]) != (of.attempt, request.member_id):
         attempt = f"attempt {of.attempt} of group {of.group_id}"
         return stale(request, f"{attempt} is not leased to {request.member_id}")
-    size = evaluation.class_of(row).size(run)
+    size = class_of(row).size(run)
     if of.sample >= size:
         return refuse(request, f"group {of.group_id} has samples 0 to {size - 1}, not {of.sample}")
     return None
@@ -138,13 +135,8 @@ def sample_name(of: pb.EpisodeTurn | pb.EpisodeEnd) -> str:
 
 
 def check(arrived: Arrived) -> Record:
-    arrived.turn = check_turn(arrived.request.turn, arrived.frames, arrived.limits)
-    arrived.max_id = arrived.turn.max_id
-    return Record.of(arrived.frames[1], arrived.frames[0])
-
-
-def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | None) -> UploadedTurn:
-    """Return the parts of a turn that the ledger keeps. Raises WireError."""
+    """Set the parts of a turn that the ledger keeps, and return its record. Raises WireError."""
+    turn, frames, limits = arrived.request.turn, arrived.frames, arrived.limits
     if len(frames) != 2:
         raise WireError(f"a turn has two payload frames, not {len(frames)}")
     if len(frames[1]) > MAX_NOTE_BYTES:
@@ -164,7 +156,7 @@ def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | 
         raise WireError(f"finish_reason is {note.finish_reason[:64]!r}, but must be one of {', '.join(FINISHED)}")
     check_number("reward", note.reward)
     _check_sample(turn, note)
-    return UploadedTurn(
+    arrived.turn = UploadedTurn(
         arrays.row,
         len(arrays.context_ids),
         len(arrays.token_ids),
@@ -174,6 +166,7 @@ def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | 
         context_digest(arrays.context_ids),
         tuple(sorted(note.left_out)),
     )
+    return Record.of(frames[1], frames[0])
 
 
 def _check_sample(turn: pb.EpisodeTurn, note: pb.TurnNote) -> None:

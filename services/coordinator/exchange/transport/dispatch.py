@@ -26,13 +26,13 @@ from paceline.wire import PROTOCOL
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
     """Answer one request, inside a transaction. A result with arrays was checked before. Bad messages are answered
     `invalid`, outdated ones `stale`; neither changes any state."""
-    arrived.now_s, run, facts = now_s, exchange.active, kind_of(arrived.kind)
+    run, facts = exchange.active, kind_of(arrived.kind)
     try:
         refusal = refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived, facts)
         if refusal is not None:
             return refusal
         assert run is not None
-        return facts.answer(exchange, run, arrived)
+        return facts.answer(exchange, run, arrived, now_s)
     except WireError as error:
         return refuse(arrived.request, str(error))
 

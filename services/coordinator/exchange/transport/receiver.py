@@ -145,7 +145,7 @@ class Receiver:
             return
         if waiting.has_bulk and self.filter.is_decided(waiting):
             # Its arrays are not needed: it is handled as a request without any.
-            waiting.is_decided, waiting.has_bulk, waiting.frames, waiting.size = True, False, [], 0
+            waiting.is_decided, waiting.frames = True, []
         self.filter.let_in(waiting)
         if waiting.has_bulk:
             run = self._exchange.active

@@ -67,11 +67,19 @@ class PendingRequest(Arrived):
 
     identity: bytes
     deadline_s: float
-    size: int = 0
-    """Size of the request's frames together, in bytes."""
-    header_size: int = 0
+    header_size: int
     is_counted: bool = False
     """True while the request counts as an unanswered request of its member."""
+
+    @property
+    def has_bulk(self) -> bool:
+        """True if the request has arrays to be stored before its transaction."""
+        return not self.is_decided and kind_of(self.kind).has_bulk(self.frames)
+
+    @property
+    def size(self) -> int:
+        """Size of the request's frames together, in bytes."""
+        return self.header_size + sum(map(len, self.frames))
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -265,13 +273,10 @@ def parse(message: Message, max_wait_s: float) -> PendingRequest:
     request = parse_message(pb.ExchangeRequest, message.header)
     body = getattr(request, request.WhichOneof("body") or "", None)
     wait_s = min(max_wait_s, getattr(body, "wait_s", 0.0))  # in this order, NaN becomes the limit
-    pending = PendingRequest(
+    return PendingRequest(
         request,
         message.payloads,
         identity=message.identity,
         deadline_s=time.monotonic() + wait_s,
-        size=message.size,
         header_size=len(message.header),
     )
-    pending.has_bulk = kind_of(pending.kind).has_bulk(pending.frames)
-    return pending

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,14 +37,9 @@ class Arrived:
     frames: Sequence[Buffer] = field(default_factory=list)
     limits: Limits | None = None
     """Limits of the run; None without a run."""
-    kind: str = field(init=False)
-    """Name of the request's body; empty if there is none."""
-    group: Group | None = None
-    """The group or prefix without its texts, if its bytes are valid; its arrays are views into the frame."""
-    turns: list[GroupTurn] = field(default_factory=list)
+    uploaded: UploadedGroup | None = None
+    """The group or prefix, if its bytes are valid."""
     turn: UploadedTurn | None = None
-    max_id: int = 0
-    """Largest token id of the group or turn."""
     reference: FloatArray | None = None
     """[ΣT] log-probabilities of the reference that came with a score, if their bytes are valid."""
     record: Record | None = None
@@ -52,13 +48,19 @@ class Arrived:
     """Reason why the request is invalid in every state of the ledger; empty if it is not."""
     is_decided: bool = False
     """True if the request was sent again and the ledger has decided it; then its frames are not kept."""
-    has_bulk: bool = False
-    """True if the request has arrays to be stored before its transaction."""
-    now_s: float = 0.0
-    """Time of the transaction that answers the request."""
 
-    def __post_init__(self) -> None:
-        self.kind = self.request.WhichOneof("body") or ""
+    @cached_property
+    def kind(self) -> str:
+        """Name of the request's body; empty if there is none."""
+        return self.request.WhichOneof("body") or ""
+
+
+class UploadedGroup(NamedTuple):
+    group: Group
+    """The group without its texts; its arrays are views into the frame."""
+    max_id: int
+    """Largest token id."""
+    turns: Sequence[GroupTurn] = ()
 
 
 class UploadedTurn(NamedTuple):

@@ -108,15 +108,16 @@ class PromptCheck:
     def validate_upload(self, arrived: Arrived) -> None:
         """Set the fault of an upload whose prompt differs from its lease's. An unexpected error is logged, and the
         prompt is accepted without a comparison, because every other group waits for this thread."""
-        if arrived.group is None:
+        if arrived.uploaded is None:
             return
         try:
-            fault = self.fault(arrived.request.run_id, arrived.group.group_id, arrived.group.prompt_ids)
+            group = arrived.uploaded.group
+            fault = self.fault(arrived.request.run_id, group.group_id, group.prompt_ids)
         except Exception as error:
             unforeseen.note("the comparison of a prompt", error)
             return
         if fault:
-            arrived.fault, arrived.group, arrived.record = fault, None, None
+            arrived.fault, arrived.uploaded, arrived.record = fault, None, None
 
     def take_warnings(self) -> list[str]:
         warnings, self._warnings = self._warnings, []

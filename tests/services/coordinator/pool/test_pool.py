@@ -13,6 +13,7 @@ import pytest
 from control_plane import DEADLINE_S, Plane, Worker, ack, learner, offer, refusal, rollout
 
 from paceline.services.common.worker.membership import Membership
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.v1 import common_pb2, run_pb2, worker_pb2
 from paceline.wire import PROTOCOL
@@ -118,6 +119,23 @@ async def test_the_learner_gets_a_session_and_the_next_one_another(plane: Plane)
     first.say(leave=worker_pb2.Leave())
     assignment = await spare.hear("run")
     assert (assignment.session, assignment.start_step, assignment.checkpoint_path) == (2, 0, "")
+
+
+async def test_no_session_begins_of_a_run_that_stopped_while_its_checkpoints_were_read(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await plane.run_one()
+    assignments, exchange = plane.coordinator.pool.assignments, plane.coordinator.exchange
+
+    async def stop(active: ActiveRun) -> None:
+        with plane.ledger.transaction():
+            exchange.stop_work(active.run_id)
+
+    monkeypatch.setattr(assignments, "_check_checkpoints", stop)
+    await learner(plane).hear("welcome")
+    await assignments.assign_learner()
+    assert exchange.active is None
+    assert plane.ledger.run(run.run_id)["session"] == 0
 
 
 async def test_a_learner_that_comes_back_keeps_its_session(plane: Plane) -> None:
