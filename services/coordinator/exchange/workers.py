@@ -118,6 +118,14 @@ class Throughput:
         self.scored: defaultdict[str, float] = defaultdict(float)
         """Number of scored groups. The key is the reward worker."""
 
+    def add_generated(self, member_id: str, share: float) -> None:
+        if share:
+            self.generated[member_id] += share
+
+    def add_scored(self, member_id: str, share: float) -> None:
+        if share:
+            self.scored[member_id] += share
+
     def keep(self, member_ids: Iterable[str]) -> None:
         """Remove workers that are not among `member_ids`, because the counts would grow with every new worker."""
         kept = set(member_ids)
@@ -176,16 +184,14 @@ class Workers:
         """Note that a worker submitted a group. `share` counts it in the throughput, relative to a group to train; 0 if
         another worker's result won."""
         self.lease_durations.note_submission(member_id, result.group_id, result.attempt)
-        if share:
-            self.throughput.generated[member_id] += share
+        self.throughput.add_generated(member_id, share)
         if member_id in self.overdue:
             self._end_overdue(member_id, "a group", "leases")
 
     def note_scores(self, member_id: str, result: pb.ScoreResult, share: float = 0.0) -> None:
         """Note that a worker submitted scores, as `note_group` does."""
         self.task_durations.note_submission(member_id, result.group_id, result.attempt)
-        if share:
-            self.throughput.scored[member_id] += share
+        self.throughput.add_scored(member_id, share)
         if member_id in self.overdue:
             self._end_overdue(member_id, "scores", "tasks")
 

@@ -18,7 +18,6 @@ REASONS = (RESTARTED, FAILED)
 
 
 def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
-    """End an unfinished life of a sample: its tokens are dropped. A new life begins unless the sample is given up."""
     request, end, episodes = arrived.request, arrived.request.episode_end, exchange.ledger.episodes
     row = exchange.group_queries.get(run.run_id, end.group_id)
     if (refusal := refusal_of_holder(exchange, run, request, row, end)) is not None:

@@ -35,7 +35,6 @@ MAX_ERROR_CHARS = 4096
 
 
 def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
-    """Accept a lease that a worker returns: draining, perhaps with unfinished samples, or because the prompt is bad."""
     request = arrived.request
     returned = request.lease_return
     row = exchange.group_queries.get(run.run_id, returned.group_id)

@@ -62,8 +62,7 @@ class RequestKind:
 
 
 def _answer_unknown(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
-    text = "the request has no body that this coordinator understands; update the older side"
-    return refuse(arrived.request, text)
+    return refuse(arrived.request, "the request has no body that this coordinator understands; update the older side")
 
 
 HOLDERS = frozenset({common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_ENVIRONMENT})
