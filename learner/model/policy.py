@@ -312,7 +312,7 @@ class _ShortNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
-        scale = x.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        scale = x.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt()
         ctx.save_for_backward(x, weight_H, scale)
         return (x * scale).mul_(weight_H)
 
