@@ -31,6 +31,8 @@ class StepClock(TrainerCallback):
 
     def __init__(self, warm_up: int) -> None:
         self.ends_s: list[float] = []
+        self.cpu_s: list[float] = []
+        """Processor seconds at the same moments."""
         self.mean_lengths: list[float] = []
         self.phases_s: Counter[str] = Counter()
         self._warm_up = warm_up
@@ -67,6 +69,7 @@ class StepClock(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """After an optimizer step."""
         self.ends_s.append(time.perf_counter())
+        self.cpu_s.append(time.process_time())
         if len(self.ends_s) == self._warm_up:
             self.phases_s.clear()
 
@@ -125,6 +128,7 @@ def main() -> None:
         "median_step_s": round(statistics.median(steps_s), 3),
         "step_s": round(seconds / steps, 3),
         "seconds_of_phases": clock.of_a_step(steps),
+        "core_seconds_per_step": round((clock.cpu_s[warm_up + steps - 1] - clock.cpu_s[warm_up - 1]) / steps, 3),
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(result), flush=True)
