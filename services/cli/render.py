@@ -152,7 +152,7 @@ def step_line(metrics: Mapping[str, Any]) -> str:
         parts += [f"accuracy {_number(metrics['accuracy'], '5.3f')}"] if "accuracy" in metrics else []
     if "completion_length" in metrics:
         parts.append(f"len {_number(metrics['completion_length'], '4.0f')}")
-    if metrics.get("rollout/tokens_per_s"):  # 0 until the workers' first report
+    if metrics.get("rollout/tokens_per_s"):  # 0 in a step that trains groups of earlier steps alone
         parts.append(f"{_number(metrics['rollout/tokens_per_s'], '5.0f')} tok/s")
     if "step_s" in metrics:
         parts.append(f"train {_number(metrics['step_s'], '3.1f')}s")
