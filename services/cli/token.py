@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from paceline.calls.token import TOKEN_NAME, read_token, token_path
-from paceline.errors import Conflict
+from paceline.errors import Conflict, counted
 from paceline.services.cli.recorded.source import files_option
 from paceline.services.cli.render import PATH
 from paceline.services.common.access.rights import CallerRole
@@ -84,4 +84,4 @@ def revoke(name: str, directory: Path) -> None:
     removed. The name of the token that the coordinator made in its directory is `bootstrap`."""
     bootstrap = read_token(token_path(directory / TOKEN_NAME)) if name == BOOTSTRAP else ""
     number = revoke_token(directory / FILE_NAME, name, bootstrap)
-    click.echo(f"revoked {number} token{'s' if number > 1 else ''} of {name}")
+    click.echo(f"revoked {counted(number, 'token')} of {name}")

@@ -11,7 +11,7 @@ import click
 
 from paceline.client import Client
 from paceline.encryption.storage_key import FILE_VARIABLE, StorageKey, storage_key
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import InvalidInput, NotFound, counted
 from paceline.files.names import EXPORTS, LEDGER_NAME
 from paceline.models.export_origin import Origin
 from paceline.records import Records
@@ -180,7 +180,7 @@ def export(
         ),
     )
     facts = {"run_id": run_id, "step": chosen.step, "session": chosen.session, "path": destination}
-    render.answer(as_json, facts, f"{destination}: the weights of {run_id} after {chosen.step} steps")
+    render.answer(as_json, facts, f"{destination}: the weights of {run_id} after {counted(chosen.step, 'step')}")
 
 
 def _chosen(source: Source, run: Run) -> RecordedCheckpoint:
