@@ -30,4 +30,9 @@ def test_a_panic_in_rust_is_about_the_input_and_an_interrupt_is_not() -> None:
 
 
 def test_a_noun_agrees_with_its_number() -> None:
-    assert [counted(number, "group") for number in (0, 1, 2.0, 2000)] == ["0 groups", "1 group", "2 groups", "2,000 groups"]
+    assert [counted(number, "group") for number in (0, 1, 2.0, 2000)] == [
+        "0 groups",
+        "1 group",
+        "2 groups",
+        "2,000 groups",
+    ]
