@@ -82,8 +82,8 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         return exchange.refuse(request, f"group {result.group_id}: {fault}")
     if turn_log is not None:  # its tokens were counted turn by turn
         turn_logs.end_left_out(exchange, run, row, turn_log)
-    elif row["class"] == "train":
-        exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
+    else:
+        _count_tokens(exchange, run, row, group.num_tokens)
     if row["attempt"] > 1 or turn_log is not None:  # prefix or turns of earlier attempts
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
@@ -373,10 +373,16 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     recorded = uploaded.oldest_step if row["oldest_step"] is None else row["oldest_step"]
     oldest_step = min(recorded, uploaded.oldest_step)
     exchange.groups.set_turns(run.run_id, turn.group_id, row["tokens"] + uploaded.num_tokens, oldest_step)
-    if row["class"] == "train":
-        exchange.ledger.count(run.run_id, "tokens:generated", uploaded.num_tokens)
+    exchange.throughput.turns += 1
+    _count_tokens(exchange, run, row, uploaded.num_tokens)
     exchange.lease_durations.note_progress(request.member_id)
     return exchange.committed(request)
+
+
+def _count_tokens(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, num_tokens: int) -> None:
+    exchange.throughput.tokens += num_tokens
+    if row["class"] == "train":
+        exchange.ledger.count(run.run_id, "tokens:generated", num_tokens)
 
 
 def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
