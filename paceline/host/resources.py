@@ -85,8 +85,6 @@ def _set(mmap_bytes: int, trim_bytes: int) -> None:
 
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-WAIT_VARIABLE = "OMP_WAIT_POLICY"
-"""If PASSIVE, an OpenMP thread that waits for the others sleeps. By default GNU's spins for milliseconds first."""
 
 
 def usable_cores() -> int:

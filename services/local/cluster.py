@@ -28,7 +28,7 @@ from types import MappingProxyType
 from paceline.calls.token import TOKEN_NAME, VARIABLE, token_path
 from paceline.errors import NotFound, PacelineError
 from paceline.host.process import require_linux
-from paceline.host.resources import THREADS_VARIABLE, WAIT_VARIABLE, threads_beside
+from paceline.host.resources import THREADS_VARIABLE, threads_beside
 from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
 from paceline.services.common.processes.fork_server import ForkServer
@@ -335,8 +335,6 @@ class LocalCluster:
         # Beside a GPU, threads copy and convert tensors; more processes than GPUs share these threads.
         threads = threads_beside(self._gpu_uses) if gpus else 1
         return os.environ | {
-            # Every core also has other processes' threads.
-            WAIT_VARIABLE: os.environ.get(WAIT_VARIABLE, "PASSIVE"),
             THREADS_VARIABLE: str(max(self.cluster.threads_per_process, threads)),
             "CUDA_VISIBLE_DEVICES": for_cuda(gpus, self._visible),
             "PYTHONUNBUFFERED": "1",

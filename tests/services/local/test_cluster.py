@@ -403,7 +403,6 @@ def test_processes_with_gpus_share_the_cores(tmp_path: Path, monkeypatch: pytest
     cluster = LocalCluster(tmp_path / "runs", sizes, gpus=("0", "1", "2", "3"))
     assert cluster._environment((0, 1))["OMP_NUM_THREADS"] == "24"
     assert cluster._environment(())["OMP_NUM_THREADS"] == "4"
-    assert cluster._environment(())["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_a_pool_is_resized_and_a_removed_service_is_no_death(tmp_path: Path) -> None:
