@@ -1,10 +1,12 @@
 """Trained tokens per second of Paceline's services and of TRL's `GRPOTrainer` on one workload, one after the other.
 
     python benchmarks/end_to_end.py [--steps 12] [--trl-steps 6] [--skip-trl] [--json] [section.key=value …]
+    HF_HUB_OFFLINE=0 python benchmarks/end_to_end.py --pretrained [--model FOLDER] [--questions FILE.jsonl] …
 
 A random Qwen3 (hidden 256, 4 layers, float32), 32 prompts × 8 completions a step, at most 128 new tokens, mean length about
-82, one optimizer update a step (end_to_end/workload.py). Only real completion tokens count, over the steps after a
-warm-up. The overrides change Paceline's run. Results: docs/operate/performance.md.
+82, one optimizer update a step (end_to_end/workload.py). With --pretrained: SmolLM2-135M-Instruct in float32, 8 questions of
+GSM8K × 8 completions, at most 64 new tokens. Only real completion tokens count, over the steps after a warm-up. The
+overrides change Paceline's run. Results: docs/operate/performance.md.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ import os
 import platform
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
 from end_to_end import paceline_side, trl_environment
-from end_to_end.workload import Workload, write_workload
+from end_to_end.workload import PRETRAINED, Workload, write_pretrained, write_workload
 from short_form import parse
 
 WARM_UP_STEPS = 3
@@ -35,13 +39,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="steps of Paceline that are measured")
     parser.add_argument("--trl-steps", type=int, default=6, help="steps of TRL that are measured")
     parser.add_argument("--skip-trl", action="store_true")
+    parser.add_argument("--trl-micro-batch", type=int, help="sequences of a pass of TRL (64; 16 with --pretrained)")
+    parser.add_argument("--pretrained", action="store_true", help="train a pretrained model on questions")
+    parser.add_argument(
+        "--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="its folder, or its name on the hub"
+    )
+    parser.add_argument(
+        "--questions", default="openai/gsm8k", help="a JSONL file or a data set with the column `question`"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parse(parser, steps=1, skip_trl=True)
-    workload = Workload(32, 1, 4, 4, 16, 8.0) if options.short else Workload()
+    workload = PRETRAINED if options.pretrained else Workload()
+    if options.short:
+        workload = Workload(32, 1, 4, 4, max_new_tokens=16, mean_length=8.0)
+    if options.trl_micro_batch:
+        workload = replace(workload, trl_micro_batch=options.trl_micro_batch)
     with tempfile.TemporaryDirectory(prefix="paceline-benchmark-") as name:
         directory = Path(name)
-        write_workload(directory, workload)
+        if options.pretrained:
+            write_pretrained(directory, workload, options.model, options.questions)
+        else:
+            write_workload(directory, workload)
         result: dict[str, Any] = {"machine": _machine()}
         ours = paceline_side.measure(directory, workload, WARM_UP_STEPS, options.steps, options.overrides)
         result |= {"tokens_per_s": ours["tokens_per_s"], "paceline": ours}
@@ -70,12 +89,20 @@ def _median_rate(side: dict[str, Any]) -> float:
 
 def _machine() -> dict[str, Any]:
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "load_average_before": os.getloadavg()[0],
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
+
+
+def _processor() -> str:
+    """Return the processor's name, with the widest instructions that torch uses on it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -91,6 +118,10 @@ def _print_table(result: dict[str, Any]) -> None:
             f"mean length {theirs['mean_length']:.1f}, {theirs['threads']} threads"
         )
         print(f"ratio {result['ratio']:.2f} (of median steps {result['ratio_of_median_steps']:.2f})")
+        print(
+            f"{'trl: seconds_of_phases':26}" + "  ".join(f"{n} {v:.3f}" for n, v in theirs["seconds_of_phases"].items())
+        )
+    print(f"prefill: {100 * ours['prefill_share_of_generate']:.1f} % of generate")
     for title in ("core_seconds_per_step", "learner_seconds_per_step", "weights"):
         print(f"{title:26}" + "  ".join(f"{name} {value:.3f}" for name, value in ours[title].items()))
     print(f"exchange and all around it: {100 * ours['exchange_share']:.1f} % of a step")

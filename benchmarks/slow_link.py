@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _measure(directory: Path, sites: site.Sites, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    workload = Workload(32, 1, 4, 4, 16, 8.0) if options.short else Workload()
+    workload = Workload(32, 1, 4, 4, max_new_tokens=16, mean_length=8.0) if options.short else Workload()
     write_workload(directory, workload)
     link = sites.measure()
     print(f"the link: {link['round_trip_ms']} ms, {link['mbit_per_s']} Mbit/s by TCP", file=sys.stderr)

@@ -123,3 +123,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Return `, did you mean …?` with the nearest of some names; empty if none is near."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def counted(number: float, noun: str) -> str:
+    """Return a number with its noun: `1 group`, `2,000 groups`."""
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"

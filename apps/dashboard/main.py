@@ -15,6 +15,7 @@ from paceline.apps.dashboard.links import say_links
 from paceline.calls.token import TOKEN_NAME, token_path
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
+from paceline.services.cli.recorded.source import address_instead
 from paceline.services.cli.render import PATH
 from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.access.insecure import check_coordinator, check_host, insecure_option, insecurity
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
     "--coordinator",
     metavar="HOST:PORT",
     callback=check_coordinator,
-    help="Show this coordinator's runs and members. Default: read the ledger of --directory.",
+    help="Show this coordinator's runs and members. Default: PACELINE_COORDINATOR; without it, or with --directory, the ledger.",
 )
 @directory_option
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
@@ -64,7 +65,7 @@ def main(
     It prints two links: the first may pause, resume and cancel runs, the second is read-only.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    ledger = directory / LEDGER_NAME
+    ledger, coordinator = directory / LEDGER_NAME, coordinator or address_instead()
     if not coordinator and not ledger.is_file():
         raise click.ClickException(
             str(NotFound(f"no ledger at {ledger}; name the coordinator's --directory, or a --coordinator"))

@@ -17,7 +17,7 @@ import click
 from paceline.apps.evaluation.tasks import TASKS, task_file, task_names
 from paceline.data.preparation.filters import OVERLAP, OverlapIndex, prompt_texts
 from paceline.data.rows import open_source
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput, PacelineError, counted
 from paceline.services.cli.chat import spec_of_model, with_generation
 from paceline.services.cli.render import FOLDER
 from paceline.services.common.options import device_option, directory_option, json_option, print_json
@@ -241,7 +241,9 @@ def _report(whole: dict[str, Any], output: Path, as_json: bool) -> None:
 
 
 def _print(whole: dict[str, Any], output: Path) -> None:
-    click.echo(f"{whole['problems']} problems, {whole['failed']} failed, {whole['k']} completions each")
+    click.echo(
+        f"{counted(whole['problems'], 'problem')}, {whole['failed']} failed, {counted(whole['k'], 'completion')} each"
+    )
     for name, found in whole["metrics"].items():
         click.echo(f"  {name:32} {found['value']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]")
     for name, number in whole.get("unscored", {}).items():

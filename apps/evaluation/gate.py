@@ -30,7 +30,7 @@ from paceline.apps.evaluation.statistics import (
     interval,
     paired_p,
 )
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, counted
 
 MIN_PROBLEMS = 20
 """Smallest number of problems for a decision. With fewer problems, the bootstrap's interval has a wrong width."""
@@ -80,7 +80,7 @@ def judge(
     reasons, outcomes = [], [compared(difference.low, difference.high, len(common), bounds)]
     reasons.append(
         f"{metric} differs by {difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}] over "
-        f"{len(common)} problems, paired p {p:.2g}; max_drop {bounds.max_drop:g}, margin {bounds.margin:g}: {outcomes[0]}"
+        f"{counted(len(common), 'problem')}, paired p {p:.2g}; max_drop {bounds.max_drop:g}, margin {bounds.margin:g}: {outcomes[0]}"
     )
     for name, least in (bounds.minima or {}).items():
         value = _value(candidate, name, f"--min {name}={least:g}")

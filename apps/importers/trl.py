@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.apps.importers.conversion import Conversion, listed, plain, whole
+from paceline.errors import counted
 from paceline.spec.foreign import EXAMPLES
 
 BUILT_IN = {
@@ -91,7 +92,7 @@ def _batch(done: Conversion, processes: int) -> None:
     done.take("num_processes")
     if "per_device_train_batch_size" in done.settings:
         done.notes.append(
-            f"the batch is for {processes} GPU{'s' if processes > 1 else ''} (--processes): {each} completions on each × "
+            f"the batch is for {counted(processes, 'GPU')} (--processes): {each} completions on each × "
             f"{accumulated} gradient_accumulation_steps"
         )
     if done.algorithm in EXAMPLES:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import InvalidInput, NotFound, counted
 from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
 
@@ -94,7 +94,7 @@ def _print_plan(spec: RunSpec, made: Plan, chosen: list[str], why_not: str) -> N
         click.echo(line)
     click.echo(f"model of {shape.parameters / 1e6:,.0f} M parameters, {shape.layers} layers")
     click.echo(
-        f"learner of {ranks} rank{'s' * (ranks > 1)}: {made.mesh.replicate} × {made.mesh.shard} (replicate × shard), "
+        f"learner of {counted(ranks, 'rank')}: {made.mesh.replicate} × {made.mesh.shard} (replicate × shard), "
         f"micro-batches of {made.estimate.micro_batch_tokens:,} tokens, checkpointing {spec.policy.activation_checkpointing}"
     )
     _print_loads(made)
@@ -143,9 +143,9 @@ def _plan_for(
         return
     work, what = made.work, "GPUs" if processor.is_gpu else "cores"
     shared = ", which take turns on it" if made.is_shared else ""
-    engines = f", {made.engines} engines of {made.gpus_per_engine}" if made.engines else ""
+    engines = f", {counted(made.engines, 'engine')} of {made.gpus_per_engine}" if made.engines else ""
     lines = [
-        f"{number} {processor.name} {what}: {made.ranks} learner ranks{engines}{shared}",
+        f"{number} {processor.name} {what}: {counted(made.ranks, 'learner rank')}{engines}{shared}",
         f"a step: {work.sequences:,} sequences of {work.prompt_tokens:,.0f} + {work.completion_tokens:,.0f} tokens (means)",
     ]
     if made.engines:

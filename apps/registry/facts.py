@@ -6,6 +6,7 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import counted
 from paceline.models.evaluation_results import has_passed, outcome_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def change_facts(change: ModelChange) -> dict[str, Any]:
 
 
 def model_lines(model: RegisteredModel) -> list[str]:
-    trained = f"run {model.run_id}, {model.policy.step} steps" if model.run_id else "from elsewhere"
+    trained = f"run {model.run_id}, {counted(model.policy.step, 'step')}" if model.run_id else "from elsewhere"
     verdicts = [json.loads(each) for each in model.verdicts_json]
     lines = [
         f"{model.name}:{model.version}  {model.stage}  {' '.join(f'@{alias}' for alias in model.aliases)}".rstrip(),

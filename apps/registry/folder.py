@@ -31,7 +31,7 @@ from paceline.apps.registry.statement import (
     subjects,
     verify,
 )
-from paceline.errors import Conflict, DataError, NotFound
+from paceline.errors import Conflict, DataError, NotFound, counted
 from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, VERDICTS
 from paceline.files.storage import CHUNK_BYTES, Folder
 from paceline.files.whole_file import write_whole
@@ -238,7 +238,7 @@ def _body(
     lines = [f"# {name}, version {version}", ""]
     if lineage.run_id:
         lines += [
-            f"Trained by Paceline in the run `{lineage.run_id}`, session {lineage.session}, {lineage.step} steps.",
+            f"Trained by Paceline in the run `{lineage.run_id}`, session {lineage.session}, {counted(lineage.step, 'step')}.",
             "",
             f"- chain of its batches: `{lineage.chain or 'none (a run on examples)'}`",
             f"- SHA-256 of its spec: `{lineage.spec_sha256}`",
@@ -252,7 +252,11 @@ def _body(
             f"| {metric} | {found['value']:.4f} | {found['low']:.4f} to {found['high']:.4f} |"
             for metric, found in each["metrics"].items()
         ]
-        lines += ["", f"{each['problems']} problems, {each['k']} completions each, digest `{each['digest']}`.", ""]
+        lines += [
+            "",
+            f"{counted(each['problems'], 'problem')}, {counted(each['k'], 'completion')} each, digest `{each['digest']}`.",
+            "",
+        ]
     lines += [f"Gate: {outcome_of(list(verdicts))}.", *(f"- {r}" for v in verdicts for r in v.get("reasons", ())), ""]
     return [*lines, f"`{STATEMENT}` names every file's SHA-256 and every batch of the run.", ""]
 

@@ -13,7 +13,7 @@ import click
 
 from paceline.apps.registry.facts import model_facts
 from paceline.apps.registry.statement import Lineage
-from paceline.errors import AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted
+from paceline.errors import AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted, counted
 from paceline.files.storage import Folder
 from paceline.models.export_origin import Origin, check_origin, origin_of
 from paceline.models.registered import check_name
@@ -135,7 +135,7 @@ def _note(run: str | None, origin: Origin | None) -> str:
         return f"warning: {NAMELESS}" if run is not None else ""
     if run is None:
         return (
-            f"warning: these files say that run {origin.run_id} exported them after {origin.step} steps, but they are registered "
+            f"warning: these files say that run {origin.run_id} exported them after {counted(origin.step, 'step')}, but they are registered "
             f"without a lineage; --run {origin.run_id} records it"
         )
     return ""

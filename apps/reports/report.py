@@ -12,7 +12,7 @@ import click
 
 from paceline import __version__
 from paceline.apps.reports.report_page import Block, RunCurves, curve_blocks, curves_page, page
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import InvalidInput, NotFound, counted
 from paceline.services.cli import render
 from paceline.services.cli.recorded.metrics import check_names, metric_rows, selected
 from paceline.services.cli.recorded.source import Source, records_of_run, run_ids, source_options
@@ -123,7 +123,7 @@ def report(run: str, out: Path | None, verifies: bool, directory: Path, coordina
 
 
 def _outcome(facts: dict[str, Any]) -> list[Block]:
-    steps = f"{facts['state']} after {facts['step']:,} of {facts['max_num_steps']:,} steps."
+    steps = f"{facts['state']} after {facts['step']:,} of {counted(facts['max_num_steps'], 'step')}."
     message = [["text", facts["message"], "message"]] if facts["message"] else []
     return [["heading", 1, facts["run_id"]], ["text", f"{steps} Report by Paceline {__version__}.", ""], *message]
 
@@ -142,7 +142,7 @@ def _books(records: Records, run_id: str) -> list[Block]:
 def _verified(problems: Sequence[str]) -> list[Block]:
     if not problems:
         return [["text", "All records agree (paceline ledger verify).", "good"]]
-    found = f"{len(problems)} problems (paceline ledger verify):"
+    found = f"{counted(len(problems), 'problem')} (paceline ledger verify):"
     return [["text", found, "message"], ["list", [str(problem) for problem in problems]]]
 
 

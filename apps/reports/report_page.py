@@ -16,6 +16,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from paceline.errors import counted
 from paceline.services.common.reporting.metric_table import PARTS, metric_of
 
 NO_METRICS = ("step", "time")
@@ -66,7 +67,7 @@ def _static(name: str) -> str:
 def curves_page(runs: Sequence[RunCurves]) -> str:
     names = ", ".join(run.run_id for run in runs)
     key = [
-        ["text", f"{run.run_id} ({run.state}, {len(run.steps)} steps)", f"key c{number % 8 + 1}"]
+        ["text", f"{run.run_id} ({run.state}, {counted(len(run.steps), 'step')})", f"key c{number % 8 + 1}"]
         for number, run in enumerate(runs)
     ]
     return page(names, [["heading", 1, names], *key, *curve_blocks(runs)])

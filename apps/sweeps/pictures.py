@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.apps.reports.report_page import Block, Point, line, page
 from paceline.apps.sweeps.sweep_file import Range, Sweep, Value
+from paceline.errors import counted
 
 if TYPE_CHECKING:
     import optuna
@@ -80,9 +81,11 @@ def report(sweep: Sweep, trials: Sequence[Ended], shares: dict[str, float], best
 
 def _head(sweep: Sweep, trials: Sequence[Ended], best: Ended | None) -> list[Block]:
     states = [each.state for each in trials]
-    of = "evaluation" if sweep.of == "evaluation" else f"trial, the mean of its last {sweep.last_steps} steps"
+    of = (
+        "evaluation" if sweep.of == "evaluation" else f"trial, the mean of its last {counted(sweep.last_steps, 'step')}"
+    )
     counts = (
-        f"{states.count('COMPLETE')} trials ran to their end, {states.count('PRUNED')} were pruned, "
+        f"{counted(len(states), 'trial')}: {states.count('COMPLETE')} complete, {states.count('PRUNED')} pruned, "
         f"{states.count('FAIL')} failed; {sweep.direction} {sweep.metric} of each {of}."
     )
     blocks: list[Block] = [["heading", 1, f"Sweep {sweep.name}"], ["text", counts, ""]]

@@ -21,7 +21,7 @@ from paceline.apps.sweeps import pictures
 from paceline.apps.sweeps.study import SweepStudy, Trial
 from paceline.apps.sweeps.sweep_file import check_sweep, load_sweep, overrides_of
 from paceline.client import Client, Event
-from paceline.errors import Conflict
+from paceline.errors import Conflict, counted
 from paceline.services.cli import render
 from paceline.services.cli.render import PATH
 from paceline.services.cli.running.watching import advice, in_front_of
@@ -125,10 +125,12 @@ def _conclude(study: SweepStudy, spec: str, overrides: tuple[str, ...], report: 
     if as_json:
         print_json(facts)
     elif best is None:
-        click.echo(f"none of {study.num_ended()} trials ran to its end; {report} has their messages", err=True)
+        click.echo(
+            f"none of {counted(study.num_ended(), 'trial')} ran to its end; {report} has their messages", err=True
+        )
     else:
         click.echo(
-            f"best of {study.num_ended()} trials: {study.sweep.metric} {best.value:.4g}, trial {best.number}\n"
+            f"best of {counted(study.num_ended(), 'trial')}: {study.sweep.metric} {best.value:.4g}, trial {best.number}\n"
             f"paceline up {' '.join([spec, *overrides, *overrides_of(dict(best.params))])}\n"
             f"pictures are in {report}"
         )

@@ -20,7 +20,7 @@ import click
 from paceline.apps.evaluation.gate_command import decision_options, end
 from paceline.data.rows import Rows
 from paceline.data.traces import Trace, TraceKeys, prompt_digest, read_trace
-from paceline.errors import DataError
+from paceline.errors import DataError, counted
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import records_of_run, source_options
 from paceline.services.cli.render import FILE
@@ -131,7 +131,9 @@ def export(run: str, destination: Path, directory: Path, coordinator: str | None
     with records_of_run(run, directory, coordinator) as (source, run_id):
         source.get(run_id)  # raises NotFound with the runs that exist
         rows = export_samples(source.records, run_id, destination)
-    render.answer(as_json, {"path": str(destination), "rows": rows}, f"{destination}: {rows:,} traces of {run_id}")
+    render.answer(
+        as_json, {"path": str(destination), "rows": rows}, f"{destination}: {counted(rows, 'trace')} of {run_id}"
+    )
 
 
 @traces.command()
@@ -172,9 +174,9 @@ def convert(
     if as_json:
         print_json(report.facts())
         return
-    click.echo(f"{destination}: {report.rows:,} traces, {report.with_reward:,} with a reward")
+    click.echo(f"{destination}: {counted(report.rows, 'trace')}, {report.with_reward:,} with a reward")
     for reason, number in report.left_out.most_common():
-        click.echo(f"left out: {number:,} records ({reason})")
+        click.echo(f"left out: {counted(number, 'record')} ({reason})")
 
 
 @traces.command()
@@ -243,7 +245,9 @@ def pairs(
         print_json(report.facts())
         return
     held = f"; {report.pairs_held_out:,} pairs are held out" if held_out else ""
-    click.echo(f"{report.pairs:,} pairs from {report.prompts_used:,} of {report.prompts:,} prompts{held}")
+    click.echo(
+        f"{counted(report.pairs, 'pair')} from {report.prompts_used:,} of {counted(report.prompts, 'prompt')}{held}"
+    )
     click.echo(f"{report.traces_used:,} of {report.traces:,} traces are used")
     for what, counts in (("traces", report.left_out), ("pairs", report.pairs_left_out)):
         for reason, number in counts.most_common():

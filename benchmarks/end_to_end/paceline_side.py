@@ -12,16 +12,24 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
+from transformers import AutoTokenizer
 
 from end_to_end.workload import REWARD_FILE, REWARD_NAME, Workload
 from paceline.client import Client, state_name
+from paceline.groups import Version
+from paceline.rollout.engine import GenerationRequest, SamplingParams
+from paceline.rollout.native.batch import DecodeBatch, RunningSequence
+from paceline.rollout.native.model import load_native_model
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec
@@ -46,7 +54,7 @@ def make_spec(directory: Path, workload: Workload, steps: int, overrides: list[s
         "name": "benchmark",
         "policy": {
             "model_name": str(directory / "model"),
-            "max_total_sequence_length": workload.max_new_tokens + 8,
+            "max_total_sequence_length": workload.max_prompt_tokens + workload.max_new_tokens,
             "train_mb_tokens": 2048,
             "optimizer": {"lr": workload.learning_rate},
             "generation": {
@@ -86,7 +94,31 @@ def measure(directory: Path, workload: Workload, warm_up: int, steps: int, overr
             raise SystemExit(f"the run {state_name(ended)}: {ended.message}; see {cluster.directory}/logs")
     lines = (directory / "runs" / run.run_id / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
-    return _evaluate(records[warm_up - 1 : warm_up + steps], moments, spec)
+    result = _evaluate(records[warm_up - 1 : warm_up + steps], moments, spec)
+    return result | {"prefill_share_of_generate": round(_prefill_share(directory, workload, spec), 3)}
+
+
+def _prefill_share(directory: Path, workload: Workload, spec: RunSpec) -> float:
+    """Return the share of prefill in generation: processor seconds of one step's prompts in the engine's batch, here."""
+    model = load_native_model(spec.policy, "cpu", load_weights=True)
+    tokenizer = AutoTokenizer.from_pretrained(spec.policy.model_name)
+    params = SamplingParams(max_new_tokens=workload.max_new_tokens, temperature=workload.temperature)
+    lines = (directory / "prompts.jsonl").read_text().splitlines()[: workload.prompts_per_step]
+    sequences = []
+    for index, line in enumerate(lines * workload.completions_per_prompt):
+        ids = np.asarray(tokenizer(json.loads(line)["prompt"]).input_ids, np.int32)
+        request = GenerationRequest(request_id=str(index), prompt_ids=ids, params=params, seed=index)
+        limit = request.limit(model.max_tokens, model.vocab_size)
+        sequences.append(RunningSequence(request, frozenset(model.stop_token_ids), limit))
+    batch = DecodeBatch(model, len(sequences))
+    batch.change_version(Version(0, 0), None)
+    with torch.inference_mode():
+        begin_s = time.process_time()
+        batch.add(sequences)
+        prefilled_s = time.process_time()
+        while batch.sequences:
+            batch.step()
+    return (prefilled_s - begin_s) / (time.process_time() - begin_s)
 
 
 def _usage(cluster: LocalCluster) -> Usage:

@@ -2,8 +2,9 @@
 
     python trl_side.py <workload directory> <steps to warm up> <steps to measure>
 
-Prints one JSON line as its last: real completion tokens and seconds of the measured steps. Settings are TRL's defaults but
-for those of the workload, and `use_cpu`, `bf16` and `gradient_checkpointing`, whose defaults are meant for GPUs.
+Prints one JSON line as its last: real completion tokens and seconds of the measured steps, and the seconds of a step's
+phases. Settings are TRL's defaults but for those of the workload, and `use_cpu`, `bf16` and `gradient_checkpointing`, whose
+defaults are meant for GPUs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,53 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-MICRO_BATCH = 64
-
 
 class StepClock(TrainerCallback):
-    """The end of each optimizer step, and the mean completion length that TRL logged for it."""
+    """The end of each optimizer step, the mean completion length that TRL logged for it, and the seconds of phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: int) -> None:
         self.ends_s: list[float] = []
+        self.cpu_s: list[float] = []
+        """Processor seconds at the same moments."""
         self.mean_lengths: list[float] = []
+        self.phases_s: Counter[str] = Counter()
+        self._warm_up = warm_up
+        self._begin_s: float | None = None
+
+    def watch(self, trainer: GRPOTrainer) -> None:
+        """Time the preparation of inputs, generation in it, and the first forward pass of a generation."""
+        trainer._prepare_inputs = self._timed(trainer._prepare_inputs, "inputs")
+        trainer.model.generate = self._timed(trainer.model.generate, "generate")
+        trainer.model.register_forward_hook(self._note_prefill)
+
+    def _timed(self, call: Any, name: str) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin_s = time.perf_counter()
+            self._begin_s = begin_s if name == "generate" else None
+            result = call(*args, **kwargs)
+            self.phases_s[name] += time.perf_counter() - begin_s
+            return result
+
+        return timed
+
+    def _note_prefill(self, *_: Any) -> None:
+        if self._begin_s is not None:
+            self.phases_s["prefill"] += time.perf_counter() - self._begin_s
+            self._begin_s = None
+
+    def of_a_step(self, steps: int) -> dict[str, float]:
+        """Return the phases of a measured step in seconds; `training` includes the optimizer and the data loader."""
+        inputs_s, generate_s, prefill_s = (self.phases_s[name] / steps for name in ("inputs", "generate", "prefill"))
+        step_s = (self.ends_s[self._warm_up + steps - 1] - self.ends_s[self._warm_up - 1]) / steps
+        phases_s = (prefill_s, generate_s - prefill_s, step_s - inputs_s, inputs_s - generate_s)
+        return {name: round(s, 3) for name, s in zip(("prefill", "decode", "training", "rest"), phases_s, strict=True)}
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """After an optimizer step."""
         self.ends_s.append(time.perf_counter())
+        self.cpu_s.append(time.process_time())
+        if len(self.ends_s) == self._warm_up:
+            self.phases_s.clear()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         """After TRL averaged the step's metrics."""
@@ -48,15 +84,15 @@ def main() -> None:
     directory, warm_up, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     load = json.loads((directory / "workload.json").read_text())
     sequences = load["prompts_per_step"] * load["completions_per_prompt"]
-    clock = StepClock()
+    clock = StepClock(warm_up)
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output,
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            per_device_train_batch_size=MICRO_BATCH,
-            gradient_accumulation_steps=sequences // MICRO_BATCH,
+            per_device_train_batch_size=load["trl_micro_batch"],
+            gradient_accumulation_steps=sequences // load["trl_micro_batch"],
             num_generations=load["completions_per_prompt"],
             max_completion_length=load["max_new_tokens"],
             temperature=load["temperature"],
@@ -76,6 +112,7 @@ def main() -> None:
             processing_class=AutoTokenizer.from_pretrained(directory / "model", padding_side="left"),
             callbacks=[clock],
         )
+        clock.watch(trainer)
         trainer.train()
     measured = clock.mean_lengths[warm_up : warm_up + steps]
     tokens = sum(length * sequences for length in measured)
@@ -90,6 +127,8 @@ def main() -> None:
         "tokens_per_s": round(tokens / seconds, 1),
         "median_step_s": round(statistics.median(steps_s), 3),
         "step_s": round(seconds / steps, 3),
+        "seconds_of_phases": clock.of_a_step(steps),
+        "core_seconds_per_step": round((clock.cpu_s[warm_up + steps - 1] - clock.cpu_s[warm_up - 1]) / steps, 3),
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(result), flush=True)

@@ -1,4 +1,5 @@
-"""The input of both sides: a random model that stops at a known rate, its tokenizer, and the prompts.
+"""The input of both sides: a model, its tokenizer, and the prompts. The model is random and stops at a known rate, or it is a
+pretrained chat model with the questions of a data set.
 
 Promise: both sides read the same files, so they sample from the same distribution of lengths. Nothing is masked or
 forced at generation: the end of sequence gets its probability from the weights themselves.
@@ -12,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from datasets import load_dataset
+from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.services.demo.task import CHARACTERS, make_model, write_data
@@ -30,12 +33,15 @@ class Workload:
     layers: int = 4
     prompts_per_step: int = 32
     completions_per_prompt: int = 8
+    max_prompt_tokens: int = 8
     max_new_tokens: int = 128
     mean_length: float = 85.0
     """Wanted mean number of tokens of a completion, its end of sequence included."""
     temperature: float = 1.0
     learning_rate: float = 1e-6
     """Small, so that the lengths stay as they are while it is measured."""
+    trl_micro_batch: int = 64
+    """Sequences of a forward and backward pass of TRL."""
 
     @property
     def completions_per_step(self) -> int:
@@ -43,14 +49,40 @@ class Workload:
         return self.prompts_per_step * self.completions_per_prompt
 
 
+PRETRAINED = Workload(prompts_per_step=8, max_prompt_tokens=256, max_new_tokens=64, trl_micro_batch=16)
+"""For a model of 135M parameters. `hidden`, `layers` and `mean_length` are not read."""
+
+
 def write_workload(directory: Path, workload: Workload) -> None:
-    """Writes model/, prompts.jsonl, workload.json and reward.json to `directory`."""
+    """Writes a random model/, prompts.jsonl, workload.json and reward.json to `directory`."""
     make_model(directory / "model", seed=SEED, hidden=workload.hidden, layers=workload.layers)
     _fix_stop_rate(directory / "model", stop_probability(workload.mean_length, workload.max_new_tokens))
     write_data(directory / "task", SEED)
     rows = [json.loads(line) for line in (directory / "task" / "train.jsonl").read_text().splitlines()]
-    prompts = "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows[:NUM_PROMPTS])
-    (directory / "prompts.jsonl").write_text(prompts)
+    _write_prompts(directory, workload, [row["prompt"] for row in rows[:NUM_PROMPTS]])
+
+
+def write_pretrained(directory: Path, workload: Workload, model: str, questions: str) -> None:
+    """Writes the same files for a chat model (a folder, or a name on the hub). `questions` is a JSONL file or a data set on
+    the hub with the column `question`; the model's chat template makes the prompts, and long ones are left out."""
+    folder = Path(model if Path(model).is_dir() else snapshot_download(model))
+    (directory / "model").symlink_to(folder.resolve())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    kind = (
+        {"path": "json", "data_files": questions} if Path(questions).is_file() else {"path": questions, "name": "main"}
+    )
+    prompts = []
+    for question in load_dataset(**kind, split="train")["question"]:
+        message = {"role": "user", "content": question}
+        prompt = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        if len(tokenizer(prompt).input_ids) <= workload.max_prompt_tokens and len(prompts) < NUM_PROMPTS:
+            prompts.append(prompt)
+    _write_prompts(directory, workload, prompts)
+
+
+def _write_prompts(directory: Path, workload: Workload, prompts: list[str]) -> None:
+    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (directory / "prompts.jsonl").write_text(lines)
     (directory / "workload.json").write_text(json.dumps(asdict(workload)))
     reward = {"file": str(REWARD_FILE), "name": REWARD_NAME}
     (directory / "reward.json").write_text(json.dumps(reward))

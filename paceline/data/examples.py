@@ -36,7 +36,7 @@ from paceline.data.row_checks import (
     unanswered,
 )
 from paceline.data.row_prompts import conversation_key, has_text, prompt_of, with_keys_of_row
-from paceline.data.rows import Rows, counted, left_out_of, open_source, sizes_of
+from paceline.data.rows import Rows, by_reason, left_out_of, open_source, sizes_of
 from paceline.data.tokens import with_system_prompt
 from paceline.data.traces import Trace, TraceGroups, TraceKeys, read_trace
 from paceline.errors import DataError
@@ -135,7 +135,7 @@ def report_of(rows: Rows, spec: RunSpec) -> str:
     first = rows.first_pair if isinstance(rows, UnpairedRows) else rows[0]
     text = describe(first, spec.data, spec.examples.example_form)
     left_out = left_out_of(rows)
-    return f"{text}; left out: {counted(left_out)}" if left_out else text
+    return f"{text}; left out: {by_reason(left_out)}" if left_out else text
 
 
 class UnpairedRows:

@@ -228,7 +228,7 @@ def left_out_of(rows: Rows) -> Counter[str]:
     return +Counter(getattr(rows, "left_out", {}))
 
 
-def counted(left_out: Counter[str]) -> str:
+def by_reason(left_out: Counter[str]) -> str:
     """Return numbers of rows with their reasons, most frequent first, for people."""
     return ", ".join(f"{number:,} ({reason})" for reason, number in left_out.most_common()) or "none left out"
 

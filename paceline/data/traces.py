@@ -28,9 +28,9 @@ import numpy as np
 from paceline.data.example_rows import continuing
 from paceline.data.messages import plain, tools_of
 from paceline.data.row_checks import check_columns, check_prompt, check_text
-from paceline.data.rows import Rows, counted
+from paceline.data.rows import Rows, by_reason
 from paceline.data.written import as_number
-from paceline.errors import DataError
+from paceline.errors import DataError, counted
 from paceline.groups import FloatArray, IntArray
 
 REWARD_KEY = "final_reward"
@@ -209,7 +209,7 @@ class TraceGroups:
                 self._add(traces[start : start + max_size], formats)
         if not self._groups:
             raise DataError(
-                f"the {len(rows)} traces have no prompt with two different rewards ({counted(self.left_out)}), so there is "
+                f"the {len(rows)} traces have no prompt with two different rewards ({by_reason(self.left_out)}), so there is "
                 "nothing to compare; add traces of the same prompts"
             )
 
@@ -229,8 +229,8 @@ class TraceGroups:
             else f"{number:,} ({name} rows) take the starting policy as behaviour policy"
             for name, number in sorted(self.formats.items())
         ]
-        left = f"; left out: {counted(self.left_out)}" if self.left_out else ""
-        return f"{len(self):,} groups of {used:,} traces, of which {', '.join(policies)}{left}"
+        left = f"; left out: {by_reason(self.left_out)}" if self.left_out else ""
+        return f"{counted(len(self), 'group')} of {counted(used, 'trace')}, of which {', '.join(policies)}{left}"
 
     def _add(self, traces: Sequence[tuple[int, float]], formats: Mapping[int, str]) -> None:
         if len(traces) == 1:

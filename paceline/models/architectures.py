@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput
-from paceline.host.regular_file import read_regular
+from paceline.host.regular_file import open_regular, read_named
+from paceline.models.weight_files import MAX_HEADER_BYTES
+from paceline.spec import RewardFunctionSection, RunSpec
 
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that learner and engines support."""
@@ -26,6 +28,9 @@ STATEFUL_TYPES = frozenset(
 
 BIASED_TYPES = frozenset({"bloom", "mpt"})
 """Model types whose attention adds a bias by distance (ALiBi)."""
+
+TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "tekken.json", "*.tiktoken")
+"""Patterns of the files of tokenizers; every tokenizer has one of them."""
 
 MODALITIES = ("vision_config", "audio_config", "speech_config")
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
@@ -89,8 +94,8 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_weights(path: Path, config: Any, what: str) -> None:
-    """Raise InvalidInput for a path on this machine whose weights cannot be trained: a file, an empty folder, GGUF,
-    pickles, an adapter alone, a quantised model. Workers judge a folder without weights, which may be a tokenizer's."""
+    """Raise InvalidInput for a path on this machine whose weights cannot be used: a file, an empty folder, GGUF,
+    pickles, an adapter alone, a quantised model, a file that was cut off. Workers judge a folder without weights, which may be a tokenizer's."""
     if path.is_file():
         raise InvalidInput(f"{what} is a file; name the model's folder, with config.json and *.safetensors")
     if not path.is_dir():
@@ -101,7 +106,7 @@ def check_weights(path: Path, config: Any, what: str) -> None:
     has_weights = next(path.glob("*.safetensors"), None) is not None
     for pattern, kind in (("*.gguf", "GGUF, which"), ("pytorch_model*.bin", "pickled files, which")):
         if not has_weights and next(path.glob(pattern), None):
-            raise InvalidInput(f"{what} has its weights as {kind} cannot be trained; {remedy}")
+            raise InvalidInput(f"{what} has its weights as {kind} no worker loads; {remedy}")
     if config is None and (path / "adapter_config.json").is_file():
         raise InvalidInput(f"{what} has a LoRA adapter without its model; merge the adapter, and {remedy}")
     quantised = config.get("quantization_config") if isinstance(config, dict) else None
@@ -110,17 +115,56 @@ def check_weights(path: Path, config: Any, what: str) -> None:
         raise InvalidInput(
             f"{what} is quantised ({method!s:.40}), and cannot be trained; name the model that was quantised"
         )
+    _check_sizes(path, what)
 
 
-def check_model_here(name: str, field: str) -> None:
-    """Check a model at a path on this machine as far as its files tell; nothing for any other name. Raises
-    InvalidInput."""
-    path = Path(name).expanduser()
-    if not os.access(path, os.R_OK):  # not here, or not for this user: the workers judge it
-        return
-    config = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        config = json.loads(read_regular(path / "config.json"))
-    check_weights(path, config, f"{field} {name!r}")
-    if isinstance(config, dict):
-        check_architecture(config, f"{field} {name!r}")
+def check_local_models(spec: RunSpec) -> None:
+    """Check the models of a spec in folders of this machine as far as their files tell: those that train, the policy's
+    tokenizer, the teacher and reward models. Any other name passes. Raises InvalidInput."""
+    trained = {"policy.model_name": spec.policy.model_name, "value.model_name": spec.value.model_name}
+    scoring = {"distillation.teacher_model_name": spec.distillation.teacher_model_name}
+    for index, reward in enumerate(spec.rewards):
+        argument = RewardFunctionSection.PATH_ARGUMENTS.get(reward.function, "")
+        if "endpoint" not in reward.kwargs:  # which has the weights
+            scoring[f"rewards.{index}.kwargs.{argument}"] = reward.kwargs.get(argument)
+    for field, name in (trained | scoring).items():
+        path = Path(name).expanduser() if isinstance(name, str) else None
+        if path is None or not os.access(path, os.R_OK):  # not here, or not for this user: the workers judge it
+            continue
+        config = None
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            config = json.loads(read_named(path / "config.json"))
+        check_weights(path, config if field in trained else {}, f"{field} {name!r}")
+        if field in trained and isinstance(config, dict):
+            check_architecture(config, f"{field} {name!r}")
+    if spec.policy.tokenizer_name is None:
+        _check_tokenizer(Path(spec.policy.model_name).expanduser(), f"policy.model_name {spec.policy.model_name!r}")
+
+
+def _check_tokenizer(folder: Path, what: str) -> None:
+    if next(folder.glob("*.safetensors"), None) and not any(next(folder.glob(name), None) for name in TOKENIZERS):
+        raise InvalidInput(
+            f"{what} has weights but no tokenizer; copy the model's tokenizer.json and tokenizer_config.json there, or name a "
+            "folder that has them in policy.tokenizer_name"
+        )
+
+
+def _check_sizes(folder: Path, what: str) -> None:
+    """Raise InvalidInput for a safetensors file that is shorter than its header says, as after an interrupted copy."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with open_regular(path) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                header_bytes = int.from_bytes(file.read(8), "little")
+                header = file.read(header_bytes) if header_bytes < min(size_bytes, MAX_HEADER_BYTES) else b""
+        except OSError:  # the workers report it
+            continue
+        try:
+            entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+            needed_bytes = 8 + header_bytes + max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise InvalidInput(f"{what}: {path} is damaged: its header cannot be read; copy it again") from None
+        if size_bytes < needed_bytes:
+            raise InvalidInput(
+                f"{what}: {path} is damaged: it has {size_bytes:,} bytes, but {needed_bytes:,} by its header; copy it again"
+            )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paceline.errors import counted
 from paceline.models.loading import resolved_dtype
 from paceline.models.shape import ModelShape, read_shape
 from paceline.spec import PolicySection, RunSpec
@@ -273,17 +274,15 @@ def shortage(spec: RunSpec, free_bytes: int) -> str:
 
 def sentence(needed: Estimate, spec: RunSpec) -> str:
     roles = [
-        f"{_count(spec.cluster.learner_ranks, 'learner rank')} with {gigabytes(needed.learner_bytes)}, of which "
+        f"{counted(spec.cluster.learner_ranks, 'learner rank')} with {gigabytes(needed.learner_bytes)}, of which "
         f"{gigabytes(needed.activations)} in a full micro-batch of {needed.micro_batch_tokens:,} tokens"
     ]
     if needed.sampler:
-        roles.append(f"{_count(spec.cluster.rollout_workers, 'rollout worker')} with {gigabytes(needed.sampler_bytes)}")
+        roles.append(
+            f"{counted(spec.cluster.rollout_workers, 'rollout worker')} with {gigabytes(needed.sampler_bytes)}"
+        )
     return f"a model of {needed.shape.parameters / 1e6:,.0f} M parameters takes an estimated {' and '.join(roles)}"
 
 
 def gigabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"

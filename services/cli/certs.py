@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import click
 
 from paceline.services.cli import render
+from paceline.services.cli.recorded.source import files_option
 from paceline.services.cli.render import FOLDER
 from paceline.services.common.access.token_table import REVOKED_NAME, revoke_certificate
-from paceline.services.common.options import directory_option, json_option
+from paceline.services.common.options import json_option
 from paceline.tls.authority import AUTHORITY, AUTHORITY_DAYS, CERTIFICATE_DAYS, issue, issued, make_authority, renew
 from paceline.tls.certificates import ROLES, Certificate, read_certificate
 
@@ -74,7 +75,7 @@ def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> N
 
 @certs.command("revoke")
 @click.argument("name")
-@directory_option
+@files_option
 def revoke_command(name: str, directory: Path) -> None:
     """Revoke the certificates of NAME for good, at the coordinator of this directory: within five seconds calls over
     its connections are refused, its streams end, and its workers are removed. Issue the next certificate to another

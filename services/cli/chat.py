@@ -13,8 +13,8 @@ from paceline.client import Client
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
-from paceline.services.cli.recorded.source import opened_ledger
-from paceline.services.common.options import coordinator_option, directory_option, find_run, json_option, print_json
+from paceline.services.cli.recorded.source import find_files, opened_ledger
+from paceline.services.common.options import coordinator_option, directory_option, json_option, print_json
 from paceline.services.common.processes.starting import set_library_variables
 from paceline.services.common.reporting.terminal import visible
 from paceline.spec import RunSpec
@@ -63,7 +63,7 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
         return _spec_of_folder(registered.path)
     from paceline.spec.reading import spec_of_run
 
-    path, run_id = find_run(model.removeprefix("run:"), directory)
+    path, run_id = find_files(model.removeprefix("run:"), directory)
     try:
         with opened_ledger(path) as opened:
             spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]

@@ -16,7 +16,7 @@ from paceline.data.example_rows import Demonstration, is_whole
 from paceline.data.examples import exchange_of
 from paceline.data.messages import tools_of, tools_of_prompt
 from paceline.data.tokens import changed_text, encode_exchange, encode_prompt, encode_text, load_tokenizer
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, counted
 from paceline.services.cli.recorded.source import records_of_run, source_options
 from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
@@ -63,9 +63,9 @@ def prepare(
     if as_json:
         print_json({"path": str(destination), "rows": made.rows, "left_out": dict(left_out)})
         return
-    click.echo(f"{destination}: {made.rows:,} rows")
+    click.echo(f"{destination}: {counted(made.rows, 'row')}")
     for reason, number in left_out.most_common():
-        click.echo(f"left out: {number:,} rows ({reason})")
+        click.echo(f"left out: {counted(number, 'row')} ({reason})")
 
 
 def attempts_in(directory: Path, coordinator: str | None) -> Callable[[str], Iterator[tuple[Any, list[float]]]]:
@@ -160,14 +160,14 @@ def inspect(
 
 
 def _print_part(name: str, part: dict[str, Any]) -> None:
-    rows = f"the first {part['rows']:,} rows of a stream," if part["streaming"] else f"{part['rows']:,} rows"
+    rows = f"the first {part['rows']:,} rows of a stream," if part["streaming"] else counted(part["rows"], "row")
     click.echo(f"data.{name}: {rows} with the columns {', '.join(part['columns'])}")
     click.echo(f"  {part['format']}")
     for reason, number in part.get("left_out", {}).items():
         click.echo(f"  left out: {number:,} ({reason})")
     for source in part.get("sources", ()):
         share = f", {source['share']:.1%} of the draws" if "share" in source else ""
-        click.echo(f"  {source['name']}: {source['rows']:,} rows{share}")
+        click.echo(f"  {source['name']}: {counted(source['rows'], 'row')}{share}")
     lengths = part["prompt_characters"]
     click.echo(
         f"  prompts have {lengths['p10']:,} to {lengths['p90']:,} characters (p10, p90), at most {lengths['max']:,}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.errors import counted
 from paceline.services.common.options import print_json
 from paceline.services.common.reporting.terminal import scaled, sparkline, visible
 
@@ -152,7 +153,7 @@ def step_line(metrics: Mapping[str, Any]) -> str:
         parts += [f"accuracy {_number(metrics['accuracy'], '5.3f')}"] if "accuracy" in metrics else []
     if "completion_length" in metrics:
         parts.append(f"len {_number(metrics['completion_length'], '4.0f')}")
-    if metrics.get("rollout/tokens_per_s"):  # 0 until the workers' first report
+    if metrics.get("rollout/tokens_per_s"):  # 0 in a step that trains groups of earlier steps alone
         parts.append(f"{_number(metrics['rollout/tokens_per_s'], '5.0f')} tok/s")
     if "step_s" in metrics:
         parts.append(f"train {_number(metrics['step_s'], '3.1f')}s")
@@ -174,7 +175,7 @@ def _evaluation_line(content: Mapping[str, Any]) -> str:
     if len(names) > 1:
         parts += [f"{name} {_with_error(content, f'reward/{name}', f'reward_stderr/{name}')}" for name in names]
     parts += [f"{name} {_number(value, '.3f')}" for name, value in content.items() if name.startswith("pass@")]
-    parts.append(f"{content.get('prompts', content.get('samples', 0))} prompts")
+    parts.append(counted(content.get("prompts", content.get("samples", 0)), "prompt"))
     parts += [f"{content['failed']} failed"] if content.get("failed") else []
     parts.append(f"length {_number(content.get('completion_length'), '.1f')}")
     return f"evaluation of version {content['step']} ({when}): {', '.join(parts)}"
@@ -196,7 +197,7 @@ def outcome(
     `values` are the rewards or the losses of the steps; `measure` says which."""
     tokens = facts["tokens"]
     lines = [
-        f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
+        f"{facts['run_id']} {facts['state']} after {facts['step']} of {counted(facts['max_num_steps'], 'step')}"
         + (f": {visible(facts['message'])}" if facts["message"] else "")
     ]
     if any(tokens.values()):  # the token accounting of a run on examples is empty
@@ -252,8 +253,8 @@ def _episode_line(episode: Mapping[str, Any]) -> str:
     read = sum(row["sampled"].count(0) for row in episode["rows"])
     detail = f": {episode['detail']}" if episode["detail"] else ""
     return (
-        f"{episode['ending']}{detail} · {len(episode['turns'])} turns in {len(episode['rows'])} rows · "
-        f"{len(episode['token_ids'])} tokens sampled, {read} read"
+        f"{episode['ending']}{detail} · {counted(len(episode['turns']), 'turn')} in {counted(len(episode['rows']), 'row')} · "
+        f"{counted(len(episode['token_ids']), 'token')} sampled, {read} read"
     )
 
 
@@ -277,8 +278,7 @@ def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
 def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) -> str:
     """Return the findings of `ledger verify`: each problem on a line, then a summary of the comparisons."""
     compared = [f"  {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in facts.items()]
-    plural = "problem" if len(problems) == 1 else "problems"
-    head = f"{len(problems)} {plural} in {run_id}:" if problems else f"{run_id}: all records agree"
+    head = f"{counted(len(problems), 'problem')} in {run_id}:" if problems else f"{run_id}: all records agree"
     return "\n".join([head, *(f"  ✗ {visible(problem)}" for problem in problems), *compared])
 
 

@@ -20,15 +20,15 @@ def spec(file: str | None, overrides: tuple[str, ...], explain: str | None, as_j
     elif file is None:
         _list("", as_json)
     else:
-        from paceline.models.architectures import check_model_here
+        from paceline.models.architectures import check_local_models
         from paceline.reward.builtin import check_rewards
         from paceline.spec.reading import load_spec, spec_to_yaml
+        from paceline.user_code.definitions import check_code
 
         loaded = load_spec(file, overrides)
         check_rewards(loaded.rewards)
-        check_model_here(loaded.policy.model_name, "policy.model_name")
-        if loaded.value.model_name is not None:
-            check_model_here(loaded.value.model_name, "value.model_name")
+        check_code(loaded)
+        check_local_models(loaded)
         if as_json:
             print_json(loaded.model_dump(mode="json"))
         else:

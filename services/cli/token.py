@@ -9,13 +9,14 @@ from pathlib import Path
 import click
 
 from paceline.calls.token import TOKEN_NAME, read_token, token_path
-from paceline.errors import Conflict
+from paceline.errors import Conflict, counted
+from paceline.services.cli.recorded.source import files_option
 from paceline.services.cli.render import PATH
 from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
 from paceline.services.common.access.token_table import create as create_token
 from paceline.services.common.access.token_table import revoke as revoke_token
-from paceline.services.common.options import caller_token_file_option, directory_option, json_option, print_json
+from paceline.services.common.options import caller_token_file_option, json_option, print_json
 
 
 @click.group()
@@ -40,7 +41,7 @@ def token() -> None:
     help="Days for which the token is valid; 0 means without end.",
 )
 @click.option("--out", type=PATH, help="New file for the token, mode 0600. Default: print it.")
-@directory_option
+@files_option
 def create(name: str, role: str, days: float, out: Path | None, directory: Path) -> None:
     """Make a token for NAME and print it once, because the coordinator keeps only its digest."""
     if out is not None and out.exists():
@@ -55,7 +56,7 @@ def create(name: str, role: str, days: float, out: Path | None, directory: Path)
 
 
 @token.command(name="list")
-@directory_option
+@files_option
 @json_option
 def list_tokens(directory: Path, as_json: bool) -> None:
     """List the tokens with their roles. The tokens themselves cannot be shown again."""
@@ -76,11 +77,11 @@ def list_tokens(directory: Path, as_json: bool) -> None:
 
 @token.command()
 @click.argument("name")
-@directory_option
+@files_option
 @caller_token_file_option
 def revoke(name: str, directory: Path) -> None:
     """Revoke the tokens of NAME: within five seconds its calls are refused, its streams end, and its workers are
     removed. The name of the token that the coordinator made in its directory is `bootstrap`."""
     bootstrap = read_token(token_path(directory / TOKEN_NAME)) if name == BOOTSTRAP else ""
     number = revoke_token(directory / FILE_NAME, name, bootstrap)
-    click.echo(f"revoked {number} token{'s' if number > 1 else ''} of {name}")
+    click.echo(f"revoked {counted(number, 'token')} of {name}")

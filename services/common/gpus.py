@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from paceline.errors import SpecError, Unavailable
+from paceline.errors import SpecError, Unavailable, counted
 from paceline.spec import ClusterSection
 
 ROLES = ("learner", "rollout", "reward")
@@ -101,7 +101,7 @@ def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tup
     `rollout` the learner gets all. Numbers of ranks and workers that the spec does not set become those of the GPUs.
     Raises SpecError, with the keys to set, if no division is possible."""
     if cluster.device == "cpu":
-        unused = f"cluster.device is cpu, which leaves {_count(number)} of this host unused" if number else ""
+        unused = f"cluster.device is cpu, which leaves {counted(number, 'GPU')} of this host unused" if number else ""
         return cluster, unused
     if named_in(cluster):
         if missing := missing_gpus(cluster, number):
@@ -119,7 +119,7 @@ def missing_gpus(cluster: ClusterSection, number: int) -> str:
         for gpu in _gpus_of(cluster, role):
             if gpu >= number:
                 return (
-                    f"the spec asks for GPU {gpu} (counted from 0; cluster.{role}_gpus), and this host shows {_count(number)}; "
+                    f"the spec asks for GPU {gpu} (counted from 0; cluster.{role}_gpus), and this host shows {counted(number, 'GPU')}; "
                     f"see `paceline doctor` and CUDA_VISIBLE_DEVICES, name other GPUs, or set cluster.{role}_gpus=[] for CPUs"
                 )
     return ""
@@ -147,7 +147,7 @@ def _left_on_cpus(cluster: ClusterSection, number: int, rollout: bool) -> str:
         return ""
     return (
         f"{without[0]} computes on CPUs: cluster.{without[0]}_gpus is empty and other keys name GPUs; this host shows "
-        f"{_count(number)}"
+        f"{counted(number, 'GPU')}"
     )
 
 
@@ -157,7 +157,7 @@ def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
     if not number:
         return ""
     return (
-        f"this {role} computes on CPUs although the host shows {_count(number)}, because torch cannot use any GPU; see "
+        f"this {role} computes on CPUs although the host shows {counted(number, 'GPU')}, because torch cannot use any GPU; see "
         "`paceline doctor`, or give --device cpu if CPUs are intended"
     )
 
@@ -169,7 +169,7 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
     ranks = cluster.learner_ranks if "learner_ranks" in set_keys else max(1, number // 2 if shares else number)
     if ranks > room:
         raise SpecError(
-            f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs a GPU"
+            f"cluster.learner_ranks is {ranks} on a host with {counted(number, 'GPU')}: each rank needs a GPU"
             f"{' and the rollout workers need another GPU' if shares else ''}; lower the ranks, name GPUs in cluster.learner_gpus and "
             "cluster.rollout_gpus, or set cluster.device to cpu"
         )
@@ -186,12 +186,12 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
 def _sentence(cluster: ClusterSection, number: int, rollout: bool) -> str:
     parts = [f"learner {_numbers(cluster.learner_gpus)} (one for each rank)"]
     if rollout:
-        parts.append(f"rollout {_numbers(cluster.rollout_gpus)} ({cluster.rollout_workers} workers)")
+        parts.append(f"rollout {_numbers(cluster.rollout_gpus)} ({counted(cluster.rollout_workers, 'worker')})")
     idle = number - len({*cluster.learner_gpus, *cluster.rollout_gpus})
     if idle:
         parts.append(f"{idle} left idle")
     return (
-        f"{_count(number)} on this host: {', '.join(parts)}; set cluster.learner_gpus and cluster.rollout_gpus to divide them "
+        f"{counted(number, 'GPU')} on this host: {', '.join(parts)}; set cluster.learner_gpus and cluster.rollout_gpus to divide them "
         "otherwise, or cluster.device=cpu to use no GPU"
     )
 
@@ -224,10 +224,6 @@ def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
 def for_cuda(gpus: Sequence[int], visible: Sequence[str]) -> str:
     """Return the value of CUDA_VISIBLE_DEVICES for a process with `gpus`, from the names in `visible`."""
     return ",".join(visible[gpu] if gpu < len(visible) else str(gpu) for gpu in gpus)
-
-
-def _count(number: int) -> str:
-    return f"{number} GPU{'s' if number != 1 else ''}"
 
 
 def _numbers(gpus: Sequence[int]) -> str:

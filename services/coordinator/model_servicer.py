@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.errors import Conflict, InvalidInput, NotFound, counted
 from paceline.models.evaluation_results import check_evidence, has_passed, outcome_of
 from paceline.models.registered import CHAMPION, Reference, check_alias, check_name, read_reference
 from paceline.services.common.access.rights import current_caller
@@ -152,7 +152,7 @@ def _check_lineage(ledger: Ledger, model: ModelVersion) -> None:
     run = ledger.run(model.run_id)
     if not 0 <= model.step <= run["next_step"]:
         raise Conflict(
-            f"run {model.run_id} has trained {run['next_step']} steps, so it has no model of step {model.step}"
+            f"run {model.run_id} has trained {counted(run['next_step'], 'step')}, so it has no model of step {model.step}"
         )
     if not 0 <= model.session <= run["session"]:
         raise Conflict(

@@ -30,7 +30,7 @@ from paceline.environment.protocols import (
     TurnLog,
     TurnParams,
 )
-from paceline.errors import InvalidInput, PacelineError, PromptTooLong, WireError, error_text
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong, WireError, counted, error_text
 from paceline.groups import Group, Version
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
@@ -251,8 +251,8 @@ class EnvironmentRun:
             return
         self._progress.note(
             lambda sums, s: (
-                f"run {self.run_id}: {sums['groups']:.0f} groups with {sums['turns']:,.0f} turns and {sums['tokens']:,.0f} "
-                f"tokens in {s:.0f} s"
+                f"run {self.run_id}: {counted(sums['groups'], 'group')} with {counted(sums['turns'], 'turn')} and "
+                f"{counted(sums['tokens'], 'token')} in {s:.0f} s"
             ),
             groups=1,
             turns=len(rows.rows.turns),

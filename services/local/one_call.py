@@ -24,7 +24,7 @@ from paceline.calls.token import VARIABLE
 from paceline.client import ENDED_STATES, Client, Event, RunState
 from paceline.encryption.encrypted_file import encrypt
 from paceline.encryption.storage_key import storage_key
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError, counted
 from paceline.files.names import LEDGER_NAME
 from paceline.files.whole_file import write_whole
 from paceline.host.process import require_linux
@@ -120,7 +120,7 @@ def train(
             if RunState.of(earlier) not in ENDED_STATES:
                 say(f"run {earlier.run_id} is still open and goes first; `paceline cancel {earlier.run_id}` ends it")
         run_id = client.submit(spec).run_id
-        say(f"run {run_id}, {client.get(run_id).max_num_steps} steps; logs in {directory}/logs")
+        say(f"run {run_id}, {counted(client.get(run_id).max_num_steps, 'step')}; logs in {directory}/logs")
         try:
             return _followed(client, run_id, say)
         except BaseException:

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.bundle.imports import check_requirements
 from paceline.calls.backoff import ExponentialBackoff, pause_after
-from paceline.errors import InvalidInput, Unreadable, WireError
+from paceline.errors import InvalidInput, Unreadable, WireError, counted
 from paceline.files.whole_file import Stamp, stamp
 from paceline.groups import Completion, IntArray
 from paceline.reward.reference import ReferenceScorer
@@ -238,7 +238,7 @@ class RewardWorker:
         self._scored += 1
         self._progress.note(
             lambda sums, s: (
-                f"run {run_id}: {sums['groups']:.0f} groups in {s:.0f} s, {sums['scored']:.0f} of them scored, "
+                f"run {run_id}: {counted(sums['groups'], 'group')} in {s:.0f} s, {sums['scored']:.0f} of them scored, "
                 f"{sums['work_s'] / sums['groups']:.2f} s for each group"
             ),
             groups=1,

@@ -24,7 +24,7 @@ import numpy as np
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
-from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable, error_text
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable, counted, error_text
 from paceline.groups import Completion, Group, IntArray
 from paceline.models.loading import named_size
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
@@ -337,7 +337,7 @@ class RolloutRun:
         newest = max((completion.version_steps().max(initial=-1) for completion in completions), default=-1)
         self._progress.note(
             lambda sums, s: (
-                f"run {self.run_id}: {sums['groups']:.0f} groups with {sums['tokens']:,.0f} tokens in {s:.0f} s "
+                f"run {self.run_id}: {counted(sums['groups'], 'group')} with {counted(sums['tokens'], 'token')} in {s:.0f} s "
                 f"({sums['tokens'] / s:,.0f} tokens/s), the last group with version {newest}"
             ),
             groups=1,

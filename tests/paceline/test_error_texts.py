@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.errors import error_text, is_about_input
+from paceline.errors import counted, error_text, is_about_input
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,12 @@ def test_a_panic_in_rust_is_about_the_input_and_an_interrupt_is_not() -> None:
     assert is_about_input(KeyError("a"))
     assert not is_about_input(KeyboardInterrupt())
     assert not is_about_input(MemoryError())
+
+
+def test_a_noun_agrees_with_its_number() -> None:
+    assert [counted(number, "group") for number in (0, 1, 2.0, 2000)] == [
+        "0 groups",
+        "1 group",
+        "2 groups",
+        "2,000 groups",
+    ]

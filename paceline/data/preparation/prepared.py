@@ -20,8 +20,8 @@ from typing import Any
 from paceline.data.examples import check_example, exchange_of
 from paceline.data.preparation.filters import Attempts, Filter, filters_of
 from paceline.data.row_checks import row_check
-from paceline.data.rows import Rows, counted, open_source
-from paceline.errors import DataError, InvalidInput
+from paceline.data.rows import Rows, by_reason, open_source
+from paceline.errors import DataError, InvalidInput, counted
 from paceline.files.whole_file import written_whole
 from paceline.spec import RunSpec
 from paceline.spec.sections.data import distinct_names
@@ -67,7 +67,7 @@ class Prepared:
     def lines(self) -> list[str]:
         """Return a sentence on the rows of each data set, for people."""
         return [
-            f"{name}: {each.rows:,} rows after data.preparation; left out: {counted(+each.left_out)}"
+            f"{name}: {counted(each.rows, 'row')} after data.preparation; left out: {by_reason(+each.left_out)}"
             for name, each in self.sets.items()
         ]
 
@@ -139,7 +139,7 @@ async def _write(
                     file.write(json.dumps(row, default=str) + "\n")
                     written += 1
             if not written:
-                raise DataError(f"{where}: data.preparation leaves no row; left out: {counted(left_out - before)}")
+                raise DataError(f"{where}: data.preparation leaves no row; left out: {by_reason(left_out - before)}")
     return written
 
 

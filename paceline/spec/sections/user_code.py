@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -22,6 +23,14 @@ from paceline.spec.sections.base import (
 )
 
 TurnAdvantage = Literal["outcome", "discounted", "turn_level"]
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a value of YAML has only finite numbers."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return all(map(_is_finite, parts))
 
 
 class RewardFunctionSection(Section):
@@ -70,6 +79,14 @@ class RewardFunctionSection(Section):
         if ":" in text and not is_code_name(text):
             raise ValueError(f"is {text[:200]!r}, but must be a built-in's name or path/to/file.py:function")
         return text
+
+    @field_validator("kwargs")
+    @classmethod
+    def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        for name, value in kwargs.items():
+            if not _is_finite(value):
+                raise ValueError(f"{name} is {value!r:.100}, but every number must be finite")
+        return kwargs
 
     @field_validator("weight_schedule")
     @classmethod

@@ -12,8 +12,8 @@ import click
 from paceline.errors import LedgerFault, NotFound
 from paceline.files.names import AUDIT_NAME, LEDGER_NAME
 from paceline.services.cli import render
-from paceline.services.cli.recorded.source import opened_ledger
-from paceline.services.common.options import directory_option, json_option, print_json
+from paceline.services.cli.recorded.source import files_option, opened_ledger
+from paceline.services.common.options import json_option, print_json
 
 COLUMNS = ("record", "time", "who", "from", "what", "about", "result", "why")
 
@@ -24,7 +24,7 @@ def audit() -> None:
 
 
 @audit.command()
-@directory_option
+@files_option
 @json_option
 def verify(directory: Path, as_json: bool) -> None:
     """Verify the chain of the audit log, with the ledger and the manifests of checkpoints; exit status 1 if a record
@@ -44,7 +44,7 @@ def verify(directory: Path, as_json: bool) -> None:
 @audit.command()
 @click.option("--last", type=click.IntRange(min=1), default=50, show_default=True, help="Newest records to show.")
 @click.option("--all", "shows_all", is_flag=True, help="Show all records, from the oldest.")
-@directory_option
+@files_option
 @json_option
 def show(last: int, shows_all: bool, directory: Path, as_json: bool) -> None:
     """Show the newest records, oldest first; with --json as JSON lines, with all fields."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from paceline.errors import NotFound
+from paceline.errors import NotFound, counted
 from paceline.records import RecordedEvent
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import records_of_run, source_options
@@ -67,7 +67,7 @@ def metrics(
     rows = selected(rows, names)
     if parquet is not None:
         _write_parquet(rows, parquet)
-        click.echo(f"{parquet}: {len(rows):,} rows of {run_id}")
+        click.echo(f"{parquet}: {counted(len(rows), 'row')} of {run_id}")
     elif as_json:
         for row in rows:
             print_json(row)

@@ -11,13 +11,15 @@ import click
 
 from paceline.client import Client
 from paceline.encryption.storage_key import FILE_VARIABLE, StorageKey, storage_key
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import InvalidInput, NotFound, counted
 from paceline.files.names import EXPORTS, LEDGER_NAME
 from paceline.models.export_origin import Origin
 from paceline.records import Records
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import (
     Source,
+    address_instead,
+    files_option,
     opened_ledger,
     records_of,
     records_of_run,
@@ -25,7 +27,7 @@ from paceline.services.cli.recorded.source import (
     source_options,
 )
 from paceline.services.cli.render import FILE
-from paceline.services.common.options import directory_option, find_run, json_option, print_json
+from paceline.services.common.options import find_run, json_option, print_json
 
 if TYPE_CHECKING:
     from paceline.v1.records_pb2 import RecordedCheckpoint
@@ -57,7 +59,9 @@ def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordina
         raise click.UsageError("--repair changes files; run it on the coordinator's host, without --coordinator")
     repaired: list[str] = []
     if repairs:
-        path = find_run(run, directory)[0] if run else directory / LEDGER_NAME
+        path, run_id = find_run(run, directory) if run else (directory / LEDGER_NAME, "")
+        if run_id == (run or "") and address_instead():
+            raise click.UsageError("--repair changes files; run it on the coordinator's host, and name the --directory")
         repair(path, repaired.append if as_json else click.echo)
     if run:
         with records_of_run(run, directory, coordinator) as (source, run_id):
@@ -78,7 +82,7 @@ def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordina
 
 @ledger.command()
 @click.argument("destination", type=FILE)
-@directory_option
+@files_option
 @json_option
 def backup(destination: Path, directory: Path, as_json: bool) -> None:
     """Write a consistent copy of the ledger to the file DESTINATION; the coordinator may keep running."""
@@ -98,7 +102,7 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
     type=FILE,
     help="File with the ledger's present storage key. Leave it out for a ledger that is not encrypted yet.",
 )
-@directory_option
+@files_option
 def encrypt(old_key_file: Path | None, directory: Path) -> None:
     """Encrypt the ledger with the storage key from the environment. Stop the coordinator first; meanwhile the ledger's
     disk needs room for a second copy."""
@@ -176,7 +180,7 @@ def export(
         ),
     )
     facts = {"run_id": run_id, "step": chosen.step, "session": chosen.session, "path": destination}
-    render.answer(as_json, facts, f"{destination}: the weights of {run_id} after {chosen.step} steps")
+    render.answer(as_json, facts, f"{destination}: the weights of {run_id} after {counted(chosen.step, 'step')}")
 
 
 def _chosen(source: Source, run: Run) -> RecordedCheckpoint:

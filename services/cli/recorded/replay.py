@@ -15,9 +15,9 @@ import yaml
 
 from paceline.errors import Conflict, PacelineError
 from paceline.services.cli import render
-from paceline.services.cli.recorded.source import opened_ledger
+from paceline.services.cli.recorded.source import find_files, opened_ledger
 from paceline.services.cli.render import PATH
-from paceline.services.common.options import device_option, directory_option, find_run, json_option
+from paceline.services.common.options import device_option, directory_option, json_option
 from paceline.services.common.processes.starting import LIBRARY_VARIABLES
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
@@ -72,7 +72,7 @@ def replay(
     """
     from paceline.services.replay.plan import plan_replay, recorded_losses
 
-    path, run_id = find_run(run, directory)
+    path, run_id = find_files(run, directory)
     with opened_ledger(path) as opened:
         plan = plan_replay(opened, run_id, start, end)
         recorded = recorded_losses(opened, run_id)

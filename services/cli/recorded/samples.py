@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.errors import NotFound
+from paceline.errors import NotFound, counted
 from paceline.records import Records, missing_samples
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import Source, records_of_run, source_options
@@ -233,7 +233,7 @@ def show(
     with records_of_run(run, directory, coordinator) as (source, run_id):
         if parquet is not None:
             rows = choice.write_parquet(source, run_id, parquet)
-            click.echo(f"{parquet}: {rows:,} completions of {run_id}")
+            click.echo(f"{parquet}: {counted(rows, 'completion')} of {run_id}")
             return
         most = 0 if best or worst or as_json else _or(limit, SHOWN)
         groups = choice.groups(source, run_id, most)
@@ -280,7 +280,7 @@ def _lines(shown: list[dict[str, Any]], number: int, of_evaluation: bool) -> Ite
         yield render.sample_text(group, of_evaluation=of_evaluation)
     if len({group["group_id"] for group in shown}) < number:
         ids = len({group["group_id"] for group in shown})
-        yield f"── {ids} of {number} groups; --limit 0 shows all, --best N and --worst N sort by reward"
+        yield f"── {ids} of {counted(number, 'group')}; --limit 0 shows all, --best N and --worst N sort by reward"
 
 
 def _or(value: Any, default: Any) -> Any:

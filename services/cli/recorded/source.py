@@ -3,7 +3,8 @@
 `--coordinator` names a coordinator to read, and `--directory` a ledger, which is opened read-only, so a coordinator may
 use it meanwhile. Without both, the coordinator of PACELINE_COORDINATOR is read, and a line says so; without that, the
 ledger in the folder `runs`. `LedgerRuns` reads a ledger as `paceline.client.Client` reads a coordinator, so each
-command is written once. Registered models are found in the same way; a command that changes them needs --coordinator
+command is written once. A command without --coordinator that needs the ledger's files says so if PACELINE_COORDINATOR
+is set. Registered models are found in the same way; a command that changes them needs --coordinator
 while a coordinator uses the ledger, which has one writer.
 """
 
@@ -48,6 +49,40 @@ _coordinator_option = click.option(
 
 def source_options(command: CommandT) -> CommandT:
     return directory_option(caller_token_file_option(insecure_option(_coordinator_option(command))))
+
+
+def find_files(run: str, directory: Path) -> tuple[Path, str]:
+    """Do as `find_run` for a command that works with files alone, and say so if only --directory's default was used."""
+    path, run_id = find_run(run, directory)
+    if run_id == run:
+        say_files(directory)
+    return path, run_id
+
+
+def say_files(directory: Path) -> None:
+    """Say that the command works with files, if PACELINE_COORDINATOR is set and nobody named a folder."""
+    context, address = click.get_current_context(silent=True), os.environ.get(VARIABLE, "")
+    if address and context and context.get_parameter_source("directory") == click.core.ParameterSource.DEFAULT:
+        click.echo(
+            f"the command works with the files in {directory}, not with the coordinator at {address} ({VARIABLE}); "
+            "--directory names another folder",
+            err=True,
+        )
+
+
+def _said(_context: click.Context, _parameter: click.Parameter, directory: Path) -> Path:
+    say_files(directory)
+    return directory
+
+
+files_option = click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_DIRECTORY,
+    show_default=True,
+    callback=_said,
+    help=f"Folder of the coordinator's ledger and runs, on this host; it is used even if {VARIABLE} is set.",
+)
 
 
 class LedgerRuns:
@@ -124,7 +159,7 @@ def ledger_source(path: Path) -> Iterator[LedgerRuns]:
 @contextlib.contextmanager
 def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
     """Open the records of a coordinator, or of the ledger of `directory`. Raises NotFound, Unavailable."""
-    address = coordinator or _address_instead()
+    address = coordinator or address_instead()
     with Client(address) if address else ledger_source(directory / LEDGER_NAME) as source:
         yield source
 
@@ -166,7 +201,7 @@ def _answers(client: Client) -> bool:
     return True
 
 
-def _address_instead() -> str:
+def address_instead() -> str:
     """Return the coordinator of the environment if nobody named a folder, and say so; empty: read the ledger."""
     context = click.get_current_context()
     address = os.environ.get(VARIABLE, "")

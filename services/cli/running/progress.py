@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import click
 
 from paceline.client import Event
+from paceline.errors import counted
 from paceline.services.cli import render
 from paceline.services.common.options import json_option, print_json
 from paceline.services.common.reporting.terminal import scaled, sparkline
@@ -123,7 +124,7 @@ def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Itera
                 return
             if not summarized and course.step and earlier:
                 done = course.step - (event.kind == "step")
-                say(None, f"{done} steps were trained earlier  {course.curve(render.CURVE_COLUMNS)}")
+                say(None, f"{counted(done, 'step')} trained earlier  {course.curve(render.CURVE_COLUMNS)}")
             summarized = True
             if not shown.quiet or event.kind in ALWAYS:
                 say(event, render.event_line(event.kind, event.content))

@@ -12,7 +12,7 @@ import click
 
 from paceline.calls.connection import checked_address, is_loopback
 from paceline.client import Client
-from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError
+from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, counted
 from paceline.files.names import LEDGER_NAME
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
@@ -300,8 +300,7 @@ def drain(member: str, grace_s: float, coordinator: str, as_json: bool) -> None:
         member_id = _member(client, member)
         held, started_s = client.drain(member_id, grace_s), time.monotonic()
         if not as_json:
-            work = "1 group" if held == 1 else f"{held} groups"
-            click.echo(f"{member_id} holds {work} and has {grace_s:g} s to finish")
+            click.echo(f"{member_id} holds {counted(held, 'group')} and has {grace_s:g} s to finish")
         while any(one.member_id == member_id for one in client.members()):
             if time.monotonic() - started_s > grace_s + LEAVING_S:
                 raise PacelineError(

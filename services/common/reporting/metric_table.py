@@ -156,8 +156,9 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("learner/spool_bytes", "bytes", "size of the queued checkpoints' files, all ranks together", "below `PACELINE_SPOOL_MB`"),
     Metric("learner/unforeseen_errors", "errors", "unexpected errors of the learner's process since its start", "0"),
 ))  # fmt: skip
-POOLS = Part("train", "Pools", "Sums over the workers of a pool, from each worker's last heartbeat.", (
-    Metric("rollout/tokens_per_s", "tokens/s", "tokens generated per second"),
+POOLS = Part("train", "Pools", "Sums over the workers of a pool, from each worker's last heartbeat. Tokens and turns per second are means since the "
+            "step before, of groups and turns that were committed in this time.", (
+    Metric("rollout/tokens_per_s", "tokens/s", "tokens generated per second, also those of evaluations"),
     Metric("rollout/wait_fraction", "workers", "sum over the workers: share of a worker's time without a lease",
            "near 0; more means that generation waits for weights or for the learner"),
     Metric("rollout/running", "sequences", "sequences in the engines"),

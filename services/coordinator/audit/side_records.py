@@ -7,6 +7,7 @@ import hashlib
 import json
 from typing import Any
 
+from paceline.errors import counted
 from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
 from paceline.models.evaluation_results import check_evidence, has_passed
@@ -186,7 +187,7 @@ def export(of_run: RunRows, report: VerifyReport) -> None:
             listed = json.loads(folder.read(EXPORT_MANIFEST))["files"]
             compare_files(report, subject, folder, listed, contents=True)
             _compare_origin(of_run, report, subject, origin_of(folder))
-            report.facts["export"] = f"{folder}: {len(listed)} files"
+            report.facts["export"] = f"{folder}: {counted(len(listed), 'file')}"
 
 
 def _compare_origin(of_run: RunRows, report: VerifyReport, subject: str, origin: Origin | None) -> None:

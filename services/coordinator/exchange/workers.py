@@ -110,13 +110,16 @@ class LeaseDurations:
 
 class Throughput:
     """Numbers of committed groups by worker, since the coordinator's start, for the scaling policy. The unit is a group
-    to train; a group of an evaluation counts in proportion to its completions."""
+    to train; a group of an evaluation counts in proportion to its completions. Tokens and turns, of evaluations too, are
+    for the metrics of steps."""
 
     def __init__(self) -> None:
         self.generated: defaultdict[str, float] = defaultdict(float)
         """Number of generated groups. The key is the rollout or environment worker."""
         self.scored: defaultdict[str, float] = defaultdict(float)
         """Number of scored groups. The key is the reward worker."""
+        self.tokens = 0
+        self.turns = 0
 
     def add_generated(self, member_id: str, share: float) -> None:
         if share:
@@ -125,6 +128,10 @@ class Throughput:
     def add_scored(self, member_id: str, share: float) -> None:
         if share:
             self.scored[member_id] += share
+
+    def add_tokens(self, tokens: int, turns: int = 0) -> None:
+        self.tokens += tokens
+        self.turns += turns
 
     def keep(self, member_ids: Iterable[str]) -> None:
         """Remove workers that are not among `member_ids`, because the counts would grow with every new worker."""

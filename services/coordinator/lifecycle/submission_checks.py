@@ -1,29 +1,36 @@
 """Checks of a submitted spec against its data and files, for faults that every group or episode of the run would have.
-A check passes if it needs a file that is not on this machine. User code is parsed and never run, and a definition
-with decorators passes, because they may change it."""
+A check passes if it needs a file that is not on this machine. User code is parsed and never run."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.data.tokens import changed_text, reads_tools
-from paceline.errors import DataError, InvalidInput, PacelineError, SpecError, Unreadable
+from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
 from paceline.files.storage import Folder, check_readable, is_url
 from paceline.host.regular_file import read_named
-from paceline.models.architectures import check_architecture, check_weights
+from paceline.models.architectures import check_architecture, check_local_models
 from paceline.services.coordinator.lifecycle.run_data import RunData, open_data
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS
+from paceline.user_code.definitions import (
+    Definition,
+    Function,
+    check_code,
+    defined,
+    definition_of,
+    parsed,
+    required,
+)
 from paceline.weights.hosts.transport import check_store
 
 SUPPLIED = frozenset(
@@ -39,9 +46,7 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     from paceline.reward.builtin import check_rewards
 
     check_rewards(spec.rewards)
-    for index, reward in enumerate(spec.rewards):
-        if ":" in reward.function:
-            _defined(f"rewards.{index}", reward.function, "function")
+    check_code(spec)
     warnings = _check_models(spec)
     _check_template_kwargs(spec)
     data = open_data(spec)
@@ -209,36 +214,37 @@ def _template_source(policy: PolicySection) -> str:
 
 
 def _check_models(spec: RunSpec) -> list[str]:
-    """Check the models as far as their config.json can be read on this machine; return warnings about unreadable URLs.
-    Raises InvalidInput for an architecture that cannot be trained, Unreadable for a URL without a model."""
+    """Check the models as far as their files can be read on this machine; return warnings about unreadable URLs. Raises
+    InvalidInput for a model that cannot be used, Unreadable for a URL without a model."""
     warnings = []
+    for index, reward in enumerate(spec.rewards):
+        argument = reward.PATH_ARGUMENTS.get(reward.function, "")
+        if isinstance(name := reward.kwargs.get(argument), str):
+            check_readable(name, f"rewards.{index}.kwargs.{argument}")
     for section, key in MODEL_FIELDS:
         name, field = getattr(getattr(spec, section), key), f"{section}.{key}"
         if name is None:
             continue
         check_readable(name, field)
+        if not is_url(name):
+            continue
         try:
-            config = _config_of(name, field)
+            config = _config_at(name, field)
         except OSError as error:
             warnings.append(
                 f"{field} {name!r} could not be checked by the coordinator ({error}); the workers read it with the "
                 "credentials in their environment"
             )
             continue
-        if key == "model_name":
-            check_weights(Path(name).expanduser(), config, f"{field} {name!r}")
-            if isinstance(config, dict):
-                check_architecture(config, f"{field} {name!r}")
-        elif key == "teacher_model_name":  # it may be quantised
-            check_weights(Path(name).expanduser(), {}, f"{field} {name!r}")
+        if key == "model_name" and isinstance(config, dict):
+            check_architecture(config, f"{field} {name!r}")
+    check_local_models(spec)
     return warnings
 
 
-def _config_of(name: str, field: str) -> Any:
-    """Return the config.json of a model at a path or URL; None if it cannot be read on this machine. Raises Unreadable
-    for a URL without a model, OSError for an object store that cannot be read."""
-    if not is_url(name):
-        return _json_of(Path(name).expanduser() / "config.json")
+def _config_at(name: str, field: str) -> Any:
+    """Return the config.json of a model at a URL; None if it cannot be read. Raises Unreadable for a URL without a model,
+    OSError for an object store that cannot be read."""
     try:
         folder = Folder(name)
         is_there = bool(folder.files()) if field == "policy.tokenizer_name" else folder.exists("config.json")
@@ -293,17 +299,11 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
         has_names = "" not in section.classes
         for name, code in section.classes.items():
             key = f"environment.class.{name}" if name else "environment.class"
-            definition = _defined(key, code, "class")
+            definition = defined(key, code, "class")
             _check_reset(key, definition, field, [c for c in columns if not has_names or c != NAME_COLUMN])
             tools += _tools_of(definition)
-    for index, tool in enumerate(section.tools):
-        _defined(f"environment.tools.{index}", tool, "function")
     if tools:
         _check_tools(spec, source, tools)
-    if section.agent:
-        _defined("environment.agent", section.agent, "function")
-    if section.train_call:
-        _defined("environment.train_call", section.train_call, "function")
     for name in (name for argument in section.command for name in PLACEHOLDER.findall(argument)):
         if name not in columns:
             raise DataError(
@@ -351,22 +351,6 @@ def _check_names(names: Collection[str], field: str, source: PromptSource) -> No
         )
 
 
-def _defined(key: str, code: str, kind: str) -> Definition | None:
-    """Return the definition `file:name`; None if this machine cannot read it. Raises InvalidInput if the file lacks it."""
-    path, colon, name = code.rpartition(":")
-    if not colon or not path or not name.isidentifier():
-        raise InvalidInput(f"{key} is {code!r:.80}; write it as path/to/file.py:name, with the name of a {kind}")
-    module = parsed(Path(path).expanduser())
-    names = None if module is None else names_of(module)
-    if module is None or names is None:
-        return None
-    if name not in names:
-        nearest = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise SpecError(f"{key}: {path} has no {kind} {name!r}{hint}")
-    return definition_of(module.body, name)
-
-
 def _check_reset(key: str, definition: Definition | None, field: str, columns: Collection[str]) -> None:
     """Raise DataError for a `reset` that needs a column which the data set lacks."""
     if not isinstance(definition, ast.ClassDef):
@@ -380,56 +364,3 @@ def _check_reset(key: str, definition: Definition | None, field: str, columns: C
             f"{key}: `reset` of {definition.name} needs the column {missing[0]!r}, but it gets {', '.join(columns)} of {field}; "
             "give the argument a default, or add the column"
         )
-
-
-MAX_SOURCE_BYTES = 1 << 20
-"""Size, in bytes, of the largest file that is parsed."""
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-Definition = Function | ast.ClassDef
-
-
-def parsed(path: Path) -> ast.Module | None:
-    """Return a Python file's syntax tree; None if this machine cannot read it: the worker then reports the fault."""
-    try:
-        if path.stat().st_size > MAX_SOURCE_BYTES:
-            return None
-        return ast.parse(read_named(path))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
-
-
-def names_of(module: ast.Module) -> set[str] | None:
-    """Return all names that a module's own statements may bind; None if an import with `*` may bind any."""
-    names: set[str] = set()
-    for node in ast.walk(module):
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    names |= {name for node in module.body for name in _bound(node)}
-    return None if "*" in names else names
-
-
-def definition_of(body: Iterable[ast.stmt], name: str) -> Definition | None:
-    """Return the function or class to which `name` refers at the end of a module or class; None if it has decorators,
-    or if a later statement may have rebound the name."""
-    found: Definition | None = None
-    for node in body:
-        if isinstance(node, Definition) and node.name == name:
-            found = node
-        elif name in _bound(node):
-            found = None
-    return None if found is None or found.decorator_list else found
-
-
-def required(function: Function) -> list[str]:
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    needed = positional[: len(positional) - len(given.defaults)]
-    needed += [a for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-    return [argument.arg for argument in needed]
-
-
-def _bound(statement: ast.stmt) -> set[str]:
-    return {
-        node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    } | {node.name for node in ast.walk(statement) if isinstance(node, Definition)}

@@ -11,7 +11,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from paceline.services.common.worker.score_extras import FunctionSums, LoggedMet
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.workers import Throughput
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
@@ -60,6 +61,7 @@ class RunLog:
         self._versions = WeightRecords()
         self._meters, self._step_meters = WeightMeters(), StepMeters()
         self._energy = Energy()
+        self._pace = SamplingPace(exchange.workers.throughput)
         self._rules: Rules | None = None
         """Rules on the run's metrics; None before the first step that this coordinator records."""
         self._run_id = ""
@@ -79,6 +81,7 @@ class RunLog:
         self._recorder = MetricsFiles(directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead)
         self._run_id, self._counted_s = run_id, time.monotonic()
         self._learner, self._weights, self._versions, self._rules = {}, {}, WeightRecords(), None
+        self._pace = SamplingPace(self._exchange.workers.throughput)
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         if self._recorder is not None:
@@ -259,6 +262,7 @@ class RunLog:
         return {name: value for name, value in metrics.items() if not name.startswith(prefix)}
 
     def _pool_gauges(self) -> dict[str, float]:
+        paces = self._pace.take()
         totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
         totals.update((f"coordinator/{name}", value) for name, value in process_gauges().items())
         for member in self._members.all():
@@ -266,7 +270,7 @@ class RunLog:
             for name, value in member.measures.gauges.items():
                 if not is_added_up(name):
                     continue
-                totals[f"{pool}/{name}"] = totals.get(f"{pool}/{name}", 0.0) + value
+                totals[f"{pool}/{name}"] = paces.get(name, totals.get(f"{pool}/{name}", 0.0) + value)
         return totals
 
     def _logged(self) -> dict[str, float]:
@@ -340,6 +344,27 @@ class Energy:
         joules = sum(value for value in increases if value > 0)
         found = {"gpu_energy_j": joules}
         return found | ({"joules_per_trained_token": joules / trained_tokens} if trained_tokens > 0 else {})
+
+
+class SamplingPace:
+    """Measures the pace of sampling between two steps. Groups come in bursts, so a worker's pace at its last heartbeat
+    differs from the mean of a step."""
+
+    def __init__(self, throughput: Throughput, clock: Callable[[], float] = time.monotonic):
+        self._throughput, self._clock = throughput, clock
+        self._counted = (clock(), throughput.tokens, throughput.turns)
+        """Clock, tokens and turns at the last step."""
+
+    def take(self) -> dict[str, float]:
+        """Return the means since the last call, by the name of the workers' gauge."""
+        since_s, tokens, turns = self._counted
+        now_s, throughput = self._clock(), self._throughput
+        self._counted = (now_s, throughput.tokens, throughput.turns)
+        elapsed_s = max(now_s - since_s, 1e-6)
+        return {
+            "tokens_per_s": (throughput.tokens - tokens) / elapsed_s,
+            "turns_per_s": (throughput.turns - turns) / elapsed_s,
+        }
 
 
 def is_added_up(gauge: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.errors import counted
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
@@ -211,7 +212,8 @@ def explain(facts: Facts) -> str:
 def _why(facts: Facts) -> tuple[str, str]:
     workers = facts.workers
     holder = "rollout" if workers.environments is None else "environment"
-    groups, held = facts.groups, f"{facts.holders} {holder} workers hold leases"
+    groups = facts.groups
+    held = f"{counted(facts.holders, f'{holder} worker')} hold{'s' if facts.holders == 1 else ''} leases"
     to_generate = groups.get(State.ADMITTED, 0) + groups.get(State.LEASED, 0)
     to_score = groups.get(State.GENERATED, 0)
     scored = groups.get(State.SCORED, 0)
@@ -227,7 +229,7 @@ def _why(facts: Facts) -> tuple[str, str]:
         )
     if scored >= facts.batch:
         return (
-            f"{scored} groups are scored, but the batch waits for {to_generate + to_score} older groups",
+            f"enough groups are scored ({scored}), but the batch waits for {counted(to_generate + to_score, 'older group')}",
             "The run continues after async_grpo.late_wait_s, or when the older groups are complete (order: in_order)",
         )
     if to_score + scored < facts.batch and workers.environments == 0:
@@ -237,7 +239,7 @@ def _why(facts: Facts) -> tuple[str, str]:
         )
     if to_score + scored < facts.batch and workers.environments and not workers.ready_environments:
         return (
-            f"{workers.environments} environment workers are connected, but no worker has set the run up",
+            f"no worker has set the run up ({counted(workers.environments, 'environment worker')})",
             "Read their logs: the user's code may take long to load",
         )
     if to_score + scored < facts.batch and not workers.rollouts:
@@ -246,7 +248,7 @@ def _why(facts: Facts) -> tuple[str, str]:
         return missing, "Start rollout workers, or read in the last worker's log why it died"
     if to_score + scored < facts.batch and not workers.ready_rollouts:
         return (
-            f"{workers.rollouts} rollout workers are connected, but no worker has set the run up",
+            f"no worker has set the run up ({counted(workers.rollouts, 'rollout worker')})",
             "Read their logs: a model takes long to load, or cannot be loaded",
         )
     if to_score + scored < facts.batch and not facts.leases:
@@ -260,17 +262,17 @@ def _why(facts: Facts) -> tuple[str, str]:
                 "weights.max_wait_s and the network from learner to rollout",
             )
         return (
-            f"{held}, although {groups.get(State.ADMITTED, 0)} groups could be leased",
+            f"{held}, although groups could be leased ({groups.get(State.ADMITTED, 0)})",
             "The workers request no leases: read their logs, and check that their processes are not stopped",
         )
     if to_score and not workers.rewards:
-        return f"{to_score} groups are generated, but no reward worker is connected", "Start reward workers"
+        return f"no reward worker is connected for {counted(to_score, 'generated group')}", "Start reward workers"
     if to_score and to_score + scored >= facts.batch:
         return (
-            f"{to_score} groups are generated and not scored, and reward workers hold {facts.tasks} of them",
+            f"the step waits for scores of {counted(to_score, 'group')}, and reward workers hold {facts.tasks} of them",
             "Scoring is the bottleneck: add reward workers, or check the time-outs of the reward functions",
         )
     return (
-        f"{held} ({facts.leases} leases); {scored} of {facts.batch} groups are scored, and {to_score} wait for a score",
+        f"{held} ({counted(facts.leases, 'lease')}); scored: {scored} of {counted(facts.batch, 'group')}; not scored yet: {to_score}",
         "Generation is the bottleneck: add rollout workers, or raise async_grpo.max_trajectory_age_steps",
     )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from paceline.errors import NotFound, Unavailable
+from paceline.errors import NotFound, Unavailable, counted
 from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
@@ -261,8 +261,8 @@ def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -
     more = needed - facts.workers
     cost = f", for {more * facts.cost:,.2f} more an hour" if facts.cost else ""
     return (
-        f"the {name} pool limits the run: its {facts.workers} workers complete {supply:.0%} of what the learner can "
-        f"train, and the learner waits {wait_fraction:.0%} of its time. With {needed} workers{cost} a step would take "
+        f"the {name} pool limits the run: its {counted(facts.workers, 'worker')} complete{'s' if facts.workers == 1 else ''} "
+        f"{supply:.0%} of what the learner can train, and the learner waits {wait_fraction:.0%} of its time. With {counted(needed, 'worker')}{cost} a step would take "
         f"{1 / gain:.0%} of its present time"
     )
 
@@ -275,4 +275,4 @@ def _spare(measured: Mapping[str, PoolFacts]) -> str:
         return ""
     facts = measured[name]
     saved = f", which saves {fewer[name] * facts.cost:,.2f} an hour" if facts.cost else ""
-    return f". The {name} pool needs {max(1, facts.state.needed)} of its {facts.workers} workers, with {HEADROOM:.0%} to spare{saved}"
+    return f". The {name} pool needs {max(1, facts.state.needed)} of its {counted(facts.workers, 'worker')}, with {HEADROOM:.0%} to spare{saved}"

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from paceline.data.tokens import check_vocabulary, load_tokenizer
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, storage_key
-from paceline.errors import CheckpointFault, Conflict, InvalidInput, NonFiniteLoss, Unavailable
+from paceline.errors import CheckpointFault, Conflict, InvalidInput, NonFiniteLoss, Unavailable, counted
 from paceline.learner.batch.samples import sequences_from_groups
 from paceline.learner.checkpoints.checkpoint import Misfit
 from paceline.learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
@@ -332,7 +332,7 @@ class LearnerRun:
         loss, step, total = metrics.get("loss", math.nan), self.step, self.spec.max_num_steps
         self._progress.note(
             lambda sums, s: (
-                f"run {self.run_id}: {step} of {total} steps, {sums['steps']:.0f} of them in the last {s:.0f} s with "
+                f"run {self.run_id}: {step} of {counted(total, 'step')}, {sums['steps']:.0f} of them in the last {s:.0f} s with "
                 f"{sums['tokens']:,.0f} tokens, loss {loss:.4g}"
             ),
             steps=1,

@@ -101,7 +101,7 @@ def test_lists_are_for_people_too(place: Workplace) -> None:
     line = place.run("models", "list").output.split()
     assert line == ["sums:1", "promoted", RUN_ID, "@canary"]
     text = place.run("models", "show", "sums").output
-    assert f"trained    run {RUN_ID}, 1 steps" in text
+    assert f"trained    run {RUN_ID}, 1 step" in text
     assert "gate       passed" in text
 
 

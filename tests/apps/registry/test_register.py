@@ -96,7 +96,7 @@ def test_files_that_name_their_run_are_compared_with_its_records(place: Workplac
     assert (found["run_id"], found["session"], found["step"]) == (RUN_ID, 1, 1)
     statement = verify_folder(Path(found["path"]), place.public).statement
     assert statement["predicate"]["run"]["named_by_files"] is True
-    assert f"say that run {RUN_ID} exported them after 1 steps" in place.run(*register).stderr
+    assert f"say that run {RUN_ID} exported them after 1 step, but" in place.run(*register).stderr
     name_run(place, chain="0" * 64)
     refused = place.run(*register, "--run", RUN_ID)
     assert refused.exit_code == 1

@@ -89,6 +89,6 @@ def test_hostile_text_of_a_failure_is_text() -> None:
 
 
 def test_one_trial_or_none_makes_a_page() -> None:
-    assert "0 trials ran to their end" in pictures.report(sweep_of(), [], {}, None)
+    assert "0 trials: 0 complete" in pictures.report(sweep_of(), [], {}, None)
     one = pictures.Ended(0, "COMPLETE", {"policy.optimizer.lr": 1e-3}, "lr-1", "", 0.5, [(0, 0.5)])
     assert "History" in pictures.report(sweep_of(), [one], {}, one)

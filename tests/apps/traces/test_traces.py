@@ -99,7 +99,7 @@ def test_spans_become_traces_that_train(tmp_path: Path) -> None:
     result = paceline("traces", "convert", spans, traces)
     assert result.exit_code == 0, result.output
     assert "3 traces, 2 with a reward" in result.output
-    assert "left out: 1 records (not a call of a model)" in result.output
+    assert "left out: 1 record (not a call of a model)" in result.output
     groups = TraceGroups(open_rows(str(traces), "train"), TraceKeys())
     assert groups.left_out == {"no reward": 1}
     assert len(groups) == 1

@@ -21,12 +21,20 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from paceline.errors import InvalidInput
 from paceline.learner.batch.samples import SequenceLayout, pack_samples
 from paceline.learner.model.attention import packed_attention
-from paceline.learner.model.policy import load_policy, load_reference, packed_logprobs, use_onednn_linear
+from paceline.learner.model.policy import (
+    load_policy,
+    load_reference,
+    packed_logprobs,
+    use_onednn_linear,
+    use_short_norms,
+)
 
 SMALL = {
     "vocab_size": 23,
@@ -191,6 +199,26 @@ def test_linear_layers_stay_as_they_are_in_other_types() -> None:
     linear = torch.nn.Linear(5, 7)
     use_onednn_linear(linear, CPU, torch.bfloat16)
     assert "forward" not in vars(linear)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_short_norms_change_no_bit_of_a_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**SMALL))
+    ids = torch.randint(SMALL["vocab_size"], (2, 9))
+    runs = []
+    for _ in range(2):
+        logits = model(input_ids=ids, use_cache=False).logits
+        runs.append((logits, *torch.autograd.grad(logits.log_softmax(-1)[..., 0].sum(), list(model.parameters()))))
+        use_short_norms(model, CPU)
+    assert vars(model.model.norm)["forward"]
+    assert all(torch.equal(before, after) for before, after in zip(*runs, strict=True))
+
+
+def test_norms_of_other_formulas_stay_as_they_are() -> None:
+    model: Any = Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8))
+    use_short_norms(model, CPU)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_damaged_file_of_weights_is_the_models_fault(tmp_path: Path) -> None:

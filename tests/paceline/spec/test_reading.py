@@ -75,6 +75,14 @@ def test_an_unknown_key_suggests_the_intended_one(spec_path: Path, override: str
         ("weights.max_wait_s=.inf", ("weights.max_wait_s", "must be a finite number", "got inf")),
         ("weights.max_wait_s=604801", ("weights.max_wait_s", "less than or equal to 604800", "got 604801")),
         ("weights.max_wait_s=.nan", ("weights.max_wait_s", "got nan")),
+        (
+            "rewards=[{function: length, kwargs: {tolerance_tokens: .nan}}]",
+            ("rewards.0.kwargs", "tolerance_tokens is nan, but every number must be finite"),
+        ),
+        (
+            "rewards=[{function: reward_model, kwargs: {path: m, endpoint: {headers: [1, -.inf]}}}]",
+            ("rewards.0.kwargs", "endpoint is {'headers': [1, -inf]}, but every number must be finite"),
+        ),
         ("policy.optimizer.lr=.inf", ("policy.optimizer.lr", "must be a finite number", "got inf")),
         ("policy.optimizer.betas=[1.5,0.9]", ("policy.optimizer.betas.0", "less than 1", "got 1.5")),
         ("rewards.0.weight=.nan", ("rewards.0.weight", "must be a finite number", "got nan")),

@@ -59,7 +59,7 @@ def test_traces_say_what_is_left_out(tmp_path: Path) -> None:
     rows = [{"prompt": p, "completion": f"{r}", "final_reward": r} for p, r in [("a", 1), ("a", 0), ("b", 1)]]
     write(tmp_path / "traces.jsonl", rows)
     result = paceline("data", "inspect", spec_of(tmp_path, "offline_grpo", train="./traces.jsonl"))
-    assert "1 groups of 2 traces" in result.output
+    assert "1 group of 2 traces" in result.output
     assert "left out: 1 (only trace of its prompt)" in result.output
 
 

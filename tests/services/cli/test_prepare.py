@@ -101,7 +101,7 @@ def test_an_implicit_prompt_is_compared_and_a_malformed_row_is_named(tmp_path: P
     path, out = tmp_path / "spec.yaml", tmp_path / "out.jsonl"
     path.write_text("algorithm: dpo\npolicy: {model_name: none}\ndata: {train: ./train.jsonl}\n")
     result = paceline("data", "prepare", path, out, *keys(max_prompt_characters=50))
-    assert "left out: 1 rows (prompt of more than 50 characters)" in result.output
+    assert "left out: 1 row (prompt of more than 50 characters)" in result.output
     (tmp_path / "own.py").write_text(
         "def spoil(row):\n    return {'chosen': row['chosen'], 'rejected': row['chosen']}\n"
     )

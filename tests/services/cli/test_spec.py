@@ -47,8 +47,8 @@ SPEC = "{policy: {model_name: ./model}, data: {train: d.jsonl}, rewards: [{funct
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"model-q4.gguf": "GGUF"}, "has its weights as GGUF, which cannot be trained"),
-        ({"config.json": "{}", "pytorch_model.bin": ""}, "has its weights as pickled files, which cannot be trained"),
+        ({"model-q4.gguf": "GGUF"}, "has its weights as GGUF, which no worker loads"),
+        ({"config.json": "{}", "pytorch_model.bin": ""}, "has its weights as pickled files, which no worker loads"),
         ({"adapter_config.json": "{}"}, "has a LoRA adapter without its model"),
         ({}, "is an empty folder"),
         ({"config.json": '{"quantization_config": {"quant_method": "fp8"}}'}, "is quantised (fp8)"),
@@ -72,3 +72,16 @@ def test_a_setting_that_a_built_in_needs_is_said_by_spec(tmp_path: Path) -> None
     assert result.stderr == (
         "Error: rewards.0: reward function 'length' needs 'tolerance_tokens'; write it into the function's kwargs\n"
     )
+
+
+def test_code_that_a_file_lacks_is_said_by_spec(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    (tmp_path / "code.py").write_text("def near(prompts, completions): ...\nclass Sums: ...\n")
+    for setting, said in (
+        ("rewards.0.function=code.py:neer", "rewards.0: {} has no function 'neer'; did you mean 'near'?"),
+        ("environment.class=code.py:Sum", "environment.class: {} has no class 'Sum'; did you mean 'Sums'?"),
+        ("environment.agent=code.py:neer", "environment.agent: {} has no function 'neer'; did you mean 'near'?"),
+    ):
+        result = paceline("spec", str(tmp_path / "spec.yaml"), setting)
+        assert result.stderr == f"Error: {said.format(tmp_path / 'code.py')}\n"
+    assert paceline("spec", str(tmp_path / "spec.yaml"), "rewards.0.function=elsewhere.py:neer").exit_code == 0

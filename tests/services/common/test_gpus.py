@@ -73,7 +73,7 @@ def test_the_division_is_said(tmp_path: Path) -> None:
     assert divide(ClusterSection(), 0) == (ClusterSection(), "")
     _, sentence = divide(ClusterSection(), 1)
     assert sentence == (
-        "1 GPU on this host: learner GPU 0 (one for each rank), rollout GPU 0 (1 workers); set cluster.learner_gpus and "
+        "1 GPU on this host: learner GPU 0 (one for each rank), rollout GPU 0 (1 worker); set cluster.learner_gpus and "
         "cluster.rollout_gpus to divide them otherwise, or cluster.device=cpu to use no GPU"
     )
     assert "rollout GPU 4 to 6 (3 workers), 1 left idle;" in divide(ClusterSection(rollout_workers=3), 8)[1]

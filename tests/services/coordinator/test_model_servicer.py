@@ -182,7 +182,7 @@ async def test_a_lineage_that_the_run_contradicts_is_refused(served: Served, tmp
     def refused() -> None:
         with served.client() as client:
             for fields, message in (
-                ({"policy": {"step": 2}}, "has trained 1 steps"),
+                ({"policy": {"step": 2}}, "has trained 1 step,"),
                 ({"policy": {"step": 1, "session": 1}}, "has had 0 sessions"),
                 ({"policy": {"step": 1}, "chain": "x"}, "chain is 'x'"),
                 ({"policy": {"step": 1}}, "spec_sha256 is ''"),

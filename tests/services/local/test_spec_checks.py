@@ -29,9 +29,11 @@ def test_gpus_that_torch_does_not_see_are_a_fault(model: str) -> None:
     cluster = {"learner_gpus": [0], "rollout_gpus": [1], "rollout_workers": 1}
     status, value, _ = found(model, [], cluster=cluster)["its GPUs"]
     assert status == "fault"
-    assert value.startswith("the spec asks for GPU 0 (cluster.learner_gpus), and this host shows 0 GPUs")
+    assert value.startswith(
+        "the spec asks for GPU 0 (counted from 0; cluster.learner_gpus), and this host shows 0 GPUs"
+    )
     status, value, _ = found(model, [80 * GB], cluster=cluster)["its GPUs"]
-    assert (status, value[:42]) == ("fault", "the spec asks for GPU 1 (cluster.rollout_g")
+    assert (status, value[:62]) == ("fault", "the spec asks for GPU 1 (counted from 0; cluster.rollout_gpus)")
     assert found(model, [80 * GB] * 2, cluster=cluster)["its GPUs"][0] == "ok"
 
 

@@ -90,7 +90,7 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
             scores_digest=group["scores_digest"],
         )
         payloads.append(payload.arrays)
-    mark(exchange, run, body.step, batch["chain"], reply.batch)
+    _mark(exchange, run, body.step, batch["chain"], reply.batch)
     if run.spec.pool_serves_reference:
         for entry in reply.batch.groups:
             reference = exchange.ledger.payload(run.run_id, entry.group_id, "reference", last=True)
@@ -106,7 +106,7 @@ def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchStat
     return Outcome(reply)
 
 
-def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.BatchReply) -> None:
+def _mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.BatchReply) -> None:
     """Mark the groups of a rank's part whose log-probabilities the learner should compare."""
     share = run.spec.logger.verify_share
     # In other runs sampler and learner compute different distributions, or a group has several samplers.

@@ -38,8 +38,7 @@ from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, parse_message, sp
 
 def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """Commit a checked and stored group. The first valid result of any attempt wins while the group is admitted or leased."""
-    request, uploaded = arrived.request, arrived.uploaded
-    result = request.group
+    request, result, uploaded = arrived.request, arrived.request.group, arrived.uploaded
     row = exchange.group_queries.get(run.run_id, result.group_id)
     if row is None:
         return stale(request, f"no group {result.group_id} in run {run.run_id}")
@@ -82,6 +81,7 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -
     if turn_log is not None:  # its tokens were counted turn by turn
         turn_logs.end_left_out(exchange, run, row, turn_log)
     else:
+        exchange.workers.throughput.add_tokens(group.num_tokens)
         group_class.count(exchange, run, "tokens:generated", group.num_tokens)
     if row["attempt"] > 1 or turn_log is not None:  # prefix or turns of earlier attempts
         exchange.ledger.remove_payloads(run.run_id, result.group_id)

@@ -35,8 +35,7 @@ MAX_ERROR_CHARS = 4096
 
 
 def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
-    request = arrived.request
-    returned = request.lease_return
+    request, returned = arrived.request, arrived.request.lease_return
     row = exchange.group_queries.get(run.run_id, returned.group_id)
     if row is not None and row["state"] == State.ADMITTED and row["member_id"] == request.member_id:
         # The lease was revoked already, and `restore_leases` must not give it to this worker again.

@@ -32,7 +32,7 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -
         return refuse(request, message)
     receipts = exchange.ledger.receipts
     receipts.add(run.run_id, request.session, receipt)
-    judge(exchange, run, receipt)
+    _judge(exchange, run, receipt)
     if receipt.rank == 0:
         exchange.notices.add("metrics", step=receipt.step, session=request.session, metrics=dict(receipt.metrics))
     if receipts.count(run.run_id, request.session, receipt.step, receipt.world_size) == receipt.world_size:
@@ -80,7 +80,7 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
     exchange.notices.add("step", step=step, metrics=metrics)
 
 
-def judge(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
+def _judge(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
     """Judge the comparisons of a receipt. Groups that were not chosen, and repeated comparisons, are ignored."""
     batch = exchange.ledger.batches.get(run.run_id, receipt.step) if receipt.comparisons else None
     if batch is None:

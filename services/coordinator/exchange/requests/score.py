@@ -25,8 +25,7 @@ from paceline.wire import CompletionArrays, decode_reference, decode_rewards
 
 def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
     """Commit the scores of a group if they are for exactly the text that was sent; the first valid scores win."""
-    request = arrived.request
-    score = request.score
+    request, score = arrived.request, arrived.request.score
     row = exchange.group_queries.get(run.run_id, score.group_id)
     if row is None:
         return stale(request, f"no group {score.group_id} in run {run.run_id}")

@@ -84,6 +84,7 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -
     recorded = uploaded.oldest_step if row["oldest_step"] is None else row["oldest_step"]
     oldest_step = min(recorded, uploaded.oldest_step)
     exchange.groups.set_turns(run.run_id, turn.group_id, row["tokens"] + uploaded.num_tokens, oldest_step)
+    exchange.workers.throughput.add_tokens(uploaded.num_tokens, turns=1)
     group_class.count(exchange, run, "tokens:generated", uploaded.num_tokens)
     exchange.workers.lease_durations.note_progress(request.member_id)
     return committed(request)

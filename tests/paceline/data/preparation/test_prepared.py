@@ -75,7 +75,7 @@ def test_each_data_set_of_a_mixture_is_a_file_with_its_name(tmp_path: Path) -> N
         assert sizes_of(checked_rows(prepared.spec(spec))) == (2, 1)
         assert {open_prompts(data, 0).draw(n)[1]["source"] for n in range(10)} == {"train", "two"}
         assert prepared.lines == [
-            "data.validation: 1 rows after data.preparation; left out: 1 (by the function)",
+            "data.validation: 1 row after data.preparation; left out: 1 (by the function)",
             "data.train: 3 rows after data.preparation; left out: 1 (by the function), 1 (prompt of more than 3 characters)",
         ]
         paths = [path for each in prepared.sets.values() for path in each.paths]

@@ -64,7 +64,7 @@ def test_groups_by_prompt_and_reasons_of_those_left_out(tmp_path: Path) -> None:
         "only trace of its prompt": 1,
         "no reward": 1,
     }
-    assert "1 groups of 2 traces" in groups.report
+    assert "1 group of 2 traces" in groups.report
     assert "2 (text rows) take the starting policy as behaviour policy" in groups.report
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pyarrow.parquet
 import pytest
 from click.testing import Result
@@ -15,6 +17,7 @@ from trained_ledger import RUN_ID, Writer
 
 from paceline.client import Client
 from paceline.files.names import LEDGER_NAME
+from paceline.services.cli.main import main
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 
@@ -185,3 +188,69 @@ def test_the_coordinator_of_the_environment_is_asked_if_nobody_names_a_folder(
     assert f"the command reads from the coordinator at {asked.address} (PACELINE_COORDINATOR)" in result.stderr
     named = paceline("metrics", RUN_ID, "--directory", "elsewhere", coordinator=asked.address)
     assert "no ledger at elsewhere" in named.stderr
+
+
+NO_READERS = {
+    *("doctor", "demo", "up", "serve coordinator"),  # they start services in the folder, or check it
+    *("grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation", "offline_grpo", "sweep"),  # without --coordinator too
+    "serve host-agent",  # started by a worker
+}
+READERS_OF_NAMED_RUNS = {"chat", "eval", "serve model", "replay"}
+"""Commands that read the folder only for a run that is named by its id; then they say so."""
+
+
+def commands(group: click.Group, context: click.Context, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield f"{path}{name}", command
+        if isinstance(command, click.Group):
+            yield from commands(command, context, f"{path}{name} ")
+
+
+def test_every_command_on_records_obeys_the_variable_or_says_that_it_reads_files() -> None:
+    undecided = []
+    for name, command in commands(main, click.Context(main)):
+        options = {option.name: option for option in command.params if isinstance(option, click.Option)}
+        obeys = "PACELINE_COORDINATOR" in {
+            text for option in options.values() for text in (option.envvar, *re.findall(r"\w+", option.help or ""))
+        }
+        if {"directory", "coordinator"} & options.keys() and not obeys:
+            undecided.append(name)
+    assert set(undecided) == NO_READERS | READERS_OF_NAMED_RUNS
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(
+            ("audit", "show"),
+            ("audit", "verify"),
+            ("ledger", "backup", "copy"),
+            ("token", "list"),
+            ("replay", "sums-1"),
+        ),
+        *(("chat", "sums-1"), ("serve", "model", "sums-1"), ("generate", "3 + 4 =", "--export", "sums-1")),
+    ],
+)
+def test_a_command_that_reads_files_says_so(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = "the command works with the files in runs, not with the coordinator at 127.0.0.1:1 (PACELINE_COORDINATOR)"
+    assert said in paceline(*command).stderr
+    assert said not in paceline(*command, "--directory", "runs").stderr
+    assert said not in paceline(*command, coordinator="").stderr
+
+
+def test_a_repair_needs_a_folder_if_a_coordinator_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = paceline("ledger", "verify", "--repair")
+    assert result.exit_code == 2
+    assert "name the --directory" in result.stderr
+
+
+def test_the_dashboard_obeys_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = paceline("serve", "dashboard", "--port", "0", "--ready-file", "no/file")
+    assert "reads from the coordinator at 127.0.0.1:1" in result.stderr

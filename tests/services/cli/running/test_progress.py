@@ -95,7 +95,7 @@ def test_a_quiet_screen_has_warnings_and_states(capsys: pytest.CaptureFixture[st
 def test_earlier_events_are_summed_up_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     show_all([step(number, number / 8) for number in range(4)], earlier=12)
     first, second = (line.split("  ", 1)[1] for line in capsys.readouterr().out.splitlines())
-    assert first == "3 steps were trained earlier   ▁▂▃"
+    assert first == "3 steps trained earlier   ▁▂▃"
     assert second.startswith("step    3")
 
 

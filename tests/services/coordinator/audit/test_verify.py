@@ -256,7 +256,7 @@ def test_an_export_is_held_against_its_manifest(trained: World, tmp_path: Path) 
     assert inspect(trained).facts["export"] == f"{folder} has no manifest"
     file = {"path": "model", "size_bytes": 5, "sha256": hashlib.sha256(b"model").hexdigest()}
     (folder / EXPORT_MANIFEST).write_text(json.dumps({"files": [file]}))
-    assert inspect(trained).facts["export"] == f"{folder}: 1 files"
+    assert inspect(trained).facts["export"] == f"{folder}: 1 file"
     run = {"run_id": trained.run_id, "session": 1, "step": 1, "spec_sha256": "5bec"}
     chain = trained.ledger.batches.get(trained.run_id, 0)["chain"]  # type: ignore[index]
     for stated, problems in (

@@ -236,7 +236,7 @@ def test_texts_that_the_tokenizer_does_not_keep_are_a_warning(
     ("files", "message"),
     [
         ({}, "is an empty folder; name a folder with config.json"),
-        ({"model-q4.gguf": "GGUF"}, "has its weights as GGUF, which cannot be trained"),
+        ({"model-q4.gguf": "GGUF"}, "has its weights as GGUF, which no worker loads"),
         (
             {"config.json": '{"quantization_config": {"quant_method": "awq"}}'},
             r"is quantised \(awq\), and cannot be trained",
@@ -266,6 +266,67 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, files: dict[s
         policy = policy.model_copy(update={"model_name": str(model / "model-q4.gguf")})
         with pytest.raises(InvalidInput, match="is a file; name the model's folder"):
             checked_data(spec.model_copy(update={"policy": policy}))
+
+
+TENSOR = b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+WEIGHTS = len(TENSOR).to_bytes(8, "little") + TENSOR + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("weights", "names", "message"),
+    [
+        (WEIGHTS[:-1], ("tokenizer.json",), "is damaged: it has 78 bytes, but 79 by its header; copy it again"),
+        (WEIGHTS[:30], ("tokenizer.json",), "is damaged: its header cannot be read; copy it again"),
+        (b"version https://git-lfs.github.com", ("tokenizer.json",), "is damaged: its header cannot be read"),
+        (WEIGHTS, (), "has weights but no tokenizer; copy the model's tokenizer.json"),
+        (WEIGHTS, ("vocab.json", "merges.txt"), ""),
+        (WEIGHTS, ("spiece.model",), ""),
+    ],
+    ids=["cut", "cut_header", "pointer", "no_tokenizer", "vocabulary", "sentencepiece"],
+)
+def test_a_model_without_all_of_its_files_is_refused(
+    tmp_path: Path, weights: bytes, names: tuple[str, ...], message: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(weights)
+    for name in ("config.json", *names):
+        (model / name).write_text("{}")
+    scored = spec_for(tmp_path, {"prompt": "a"}, {"function": "reward_model", "kwargs": {"path": str(model)}})
+    spec = scored.model_copy(update={"policy": scored.policy.model_copy(update={"model_name": str(model)})})
+    if not message:
+        checked_data(spec)
+        return
+    with pytest.raises(InvalidInput, match=f"policy.model_name .*{message}"):
+        checked_data(spec)
+    policy = spec.policy.model_copy(update={"tokenizer_name": str(tmp_path)})
+    named = spec.model_copy(update={"policy": policy, "rewards": ()})
+    if "tokenizer" in message:
+        checked_data(named)
+    else:
+        with pytest.raises(InvalidInput, match=rf"rewards\.0\.kwargs\.path .*{message}"):
+            checked_data(scored)
+
+
+def test_a_reward_model_that_no_worker_loads_is_refused(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    (models / "exports" / "step-1").mkdir(parents=True)
+    (models / "quantised.gguf").write_text("GGUF")
+    (models / "gguf").mkdir()
+    (models / "gguf" / "quantised.gguf").write_text("GGUF")
+    for path, message in (
+        ("quantised.gguf", "is a file; name the model's folder"),
+        ("gguf", "has its weights as GGUF, which no worker loads"),
+        ("exports", ""),
+        ("elsewhere", ""),  # it may be on the workers' machines
+    ):
+        kwargs = {"path": str(models / path)}
+        spec = spec_for(tmp_path, {"prompt": "a"}, {"function": "process_reward_model", "kwargs": kwargs})
+        if message:
+            with pytest.raises(InvalidInput, match=rf"rewards\.0\.kwargs\.path .*{message}"):
+                checked_data(spec)
+        else:
+            checked_data(spec)
 
 
 def test_a_function_that_its_file_lacks_is_refused_with_its_neighbour(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_what_a_change_costs_or_saves_is_named_where_costs_are() -> None:
 
 def test_a_pool_is_measured_by_its_share_of_the_demand() -> None:
     pools = {"rollout (a)": pool(2, 1.0, share=0.5), "rollout (b)": pool(1, 1.0, share=0.5)}
-    assert "the rollout (b) pool limits the run: its 1 workers complete 50%" in advise(pools, wait_fraction=0.4)
+    assert "the rollout (b) pool limits the run: its 1 worker completes 50%" in advise(pools, wait_fraction=0.4)
     unused = {"rollout (a)": pool(8, 1.0), "rollout (b)": pool(0, 1.0, share=0.0)}
     assert advise(unused, 0.0).startswith("the learner limits"), "a pool without a share is no bottleneck"
 
