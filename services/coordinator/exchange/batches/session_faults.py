@@ -67,8 +67,8 @@ def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
 
 def reset(exchange: Exchange, run_id: str) -> None:
     """Reset the count of ended sessions, because a person resumes the run or has changed the batch."""
-    if exchange.active is not None and exchange.active.run_id == run_id:
-        exchange.active.state.note_training(None)
+    if (run := exchange.active) is not None and run.run_id == run_id:
+        run.state.note_training(None)
     exchange.ledger.session_faults.remove_run(run_id)
 
 

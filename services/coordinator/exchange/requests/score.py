@@ -45,12 +45,9 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -
         return _take_back(exchange, run, request, row)
     if score.error:
         return _failed(exchange, run, request, row)
-    functions = list(score.functions)
-    if functions != [reward.label for reward in run.spec.rewards]:
-        return refuse(
-            request,
-            f"scores are of functions {functions}, but the run has {[reward.label for reward in run.spec.rewards]}",
-        )
+    functions, expected = list(score.functions), [reward.label for reward in run.spec.rewards]
+    if functions != expected:
+        return refuse(request, f"scores are of functions {functions}, but the run has {expected}")
     group_class = class_of(row)
     size = group_class.size(run)
     rewards_CF = decode_rewards(score.rewards, size)
