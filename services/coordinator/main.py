@@ -160,7 +160,7 @@ class CoordinatorService:
             callers.refusal,
             self.pools,
         )
-        coordinator.exchange.note_intruder = audit.note_intruder
+        coordinator.exchange.report_intruders(audit.note_intruder)
         endpoint = f"tcp://{in_brackets(self.listeners.host)}:{coordinator.server.port}"
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
         access = AccessServicer(callers, audit.note_call, coordinator.members)

@@ -1,6 +1,6 @@
-"""The caller of an rpc, and the one table of rights: the roles that may make each call, and the workers that may send
-each request to the exchange. A call without a row is refused to everybody. Tests compare the table with the methods
-of every proto, and with what real servers permit."""
+"""The caller of an rpc, and the one table of rights: the roles that may make each call. A call without a row is refused to
+everybody. Tests compare the table with the methods of every proto, and with what real servers permit.
+`services/coordinator/exchange/requests/table.py` has the workers that may send each request to the exchange."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-
-from paceline.v1 import common_pb2
 
 
 class CallerRole(StrEnum):
@@ -127,23 +125,3 @@ COMPLETIONS = RPCS[GENERATE].roles
 """Roles that may use the OpenAI-compatible endpoint if it requires a token (`services/common/serving/json_http.py`)."""
 METRICS = RPCS["paceline.v1.StatusService/Status"].roles
 """Roles that may read `/metrics` and `/scale` if these require a token."""
-_ROLLOUT, _REWARD, _LEARNER, _ENVIRONMENT = (
-    common_pb2.ROLE_ROLLOUT,
-    common_pb2.ROLE_REWARD,
-    common_pb2.ROLE_LEARNER,
-    common_pb2.ROLE_ENVIRONMENT,
-)
-EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
-    "lease": frozenset({_ROLLOUT, _ENVIRONMENT}),
-    "group": frozenset({_ROLLOUT, _ENVIRONMENT}),
-    "lease_return": frozenset({_ROLLOUT, _ENVIRONMENT}),
-    "turn": frozenset({_ENVIRONMENT}),
-    "episode_end": frozenset({_ENVIRONMENT}),
-    "task": frozenset({_REWARD}),
-    "score": frozenset({_REWARD}),
-    "batch": frozenset({_LEARNER}),
-    "receipt": frozenset({_LEARNER}),
-}
-"""Maps each kind of request to the exchange to the roles of the workers that may send it. Each request has the secret
-of a Welcome, which only a caller with the role `worker` gets. In one run only one of two roles holds leases
-(`holds_leases`)."""

@@ -49,10 +49,10 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
     with ledger.transaction():
         if row["state"] in ACTIVE_STATES:
             exchange = Exchange(ledger)
-            exchange.active = run = ActiveRun(run_id, spec, None, None)
+            exchange.activate(run := ActiveRun(run_id, spec, None, None))
             _generate_again(exchange, run, say)
             _begin_again(exchange, run, say)
-            for notice in exchange.take_notices():
+            for notice in exchange.notices.take():
                 say(f"run {run_id}: {notice.content.get('message', notice.kind)}")
         _mark_checkpoints(ledger, run_id, say)
 

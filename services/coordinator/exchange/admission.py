@@ -67,19 +67,15 @@ class SamplableVersions(NamedTuple):
 def serving_samplers(exchange: Exchange, run: ActiveRun) -> list[SamplingWorker]:
     """Return the rollout workers that are ready and not draining, expelled or suspected, sorted by id."""
     samplers = [
-        SamplingWorker(member.member_id, member.introduction.address, exchange.versions[member.member_id])
+        SamplingWorker(member.member_id, member.introduction.address, exchange.workers.versions[member.member_id])
         for member in exchange.senders.of_role(common_pb2.ROLE_ROLLOUT)
         if member.ready_run == run.run_id
         and member.connected
         and member.fault is None
         and not (member.draining or member.weights.expelled or member.suspected)
-        and member.member_id in exchange.versions
+        and member.member_id in exchange.workers.versions
     ]
     return sorted(samplers)
-
-
-def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
-    return common_pb2.ROLE_ENVIRONMENT if run.spec.environment.is_used else common_pb2.ROLE_ROLLOUT
 
 
 def versions_of(
@@ -87,10 +83,10 @@ def versions_of(
 ) -> SamplableVersions | None:
     """Return the versions that a worker can sample from; None if the worker gets no leases of this run."""
     member = exchange.senders.get(member_id)
-    if member is None or member.role != holds_leases(run):
+    if member is None or member.role != run.lease_role:
         return None
     if member.role == common_pb2.ROLE_ENVIRONMENT:
         steps = tuple(sorted({sampler.version.step for sampler in samplers}))
         return SamplableVersions(steps) if steps else None
-    version = exchange.versions.get(member_id)
+    version = exchange.workers.versions.get(member_id)
     return None if version is None else SamplableVersions((version.step,))

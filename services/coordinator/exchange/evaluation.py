@@ -22,8 +22,8 @@ from paceline.advantages import Rewards, totals
 from paceline.errors import Unreadable
 from paceline.groups import FloatArray, Version
 from paceline.services.coordinator.exchange.admission import SamplingWorker
-from paceline.services.coordinator.exchange.batches.selection import rewards_by_source, sources_of
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.batch_metrics import rewards_by_source, sources_of
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, class_of
 from paceline.services.coordinator.ledger.groups import State
 from paceline.spec import RunSpec
 
@@ -48,7 +48,9 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
         slots = range(slot, slot + SCORED_BETWEEN * number, SCORED_BETWEEN)
         groups = [(first + index, slot, *run.validation.draw(index)) for index, slot in enumerate(slots)]
     except Unreadable as error:
-        exchange.warn(f"the evaluation of version {step} is skipped, because its prompts cannot be read: {error}")
+        exchange.notices.warn(
+            f"the evaluation of version {step} is skipped, because its prompts cannot be read: {error}"
+        )
         return
     exchange.ledger.evaluations.add(run.run_id, step)
     exchange.groups.admit(run.run_id, f"eval:{step}", groups)
@@ -92,7 +94,7 @@ def choose_sampler(exchange: Exchange, run: ActiveRun, samplers: Sequence[Sampli
 
 def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
     """Return the only version that tokens of an evaluation's group may have."""
-    evaluation = exchange.ledger.evaluations.get(run.run_id, int(row["class"].split(":")[1]))
+    evaluation = exchange.ledger.evaluations.get(run.run_id, class_of(row).step)
     assert evaluation is not None
     return Version(evaluation["pinned_session"], evaluation["pinned_step"])
 
@@ -104,7 +106,7 @@ def unpin_if_generated(exchange: Exchange, run: ActiveRun, group_class: str) -> 
         return
     if not exchange.group_queries.has_ungenerated(run.run_id, group_class):
         exchange.ledger.evaluations.unpin_member(run.run_id, row["member_id"])
-        exchange.notice("unpinned", member_id=row["member_id"])
+        exchange.notices.add("unpinned", member_id=row["member_id"])
 
 
 def finish_if_done(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
@@ -120,7 +122,7 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, group_class: str) -> None
     result = {"step": pinned_step} | evaluation_result(run.spec, rows, pinned_step, sources_of(exchange, run, rows))
     exchange.ledger.evaluations.finish(run.run_id, step, result)
     _remove_surplus(exchange, run)
-    exchange.notice("evaluated", requested_step=step, **result)
+    exchange.notices.add("evaluated", requested_step=step, **result)
 
 
 def fail(
@@ -128,14 +130,14 @@ def fail(
 ) -> None:
     """Count failure `number` of a group's `work`; drop the group if the number has reached `most`."""
     exchange.ledger.count(run.run_id, f"failures:{reason}")
-    exchange.note_failure(row, work, reason, error, number, most)
+    exchange.note_failure(run, row, work, reason, error, number, most)
     if number >= most:
         drop(exchange, run, row, reason, error)
 
 
 def drop(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, reason: str, error: str = "") -> None:
     exchange.drop(run, row, reason, error=error)
-    if row["class"] != "train":
+    if not class_of(row).trains:
         finish_if_done(exchange, run, row["class"])
 
 
@@ -156,7 +158,7 @@ def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version:
         if run.spec.environment.is_used:
             exchange.ledger.episodes.remove_ended(run.run_id, group_id)
             exchange.groups.set_turns(run.run_id, group_id, 0, None)
-    exchange.notice("pinned", member_id=member_id)
+    exchange.notices.add("pinned", member_id=member_id)
 
 
 def evaluation_result(

@@ -54,8 +54,8 @@ class FailureCounts:
 class DropsInARow:
     """Groups dropped in a row for one cause, with no trainable group between them."""
 
-    def __init__(self) -> None:
-        self.first_group = 0
+    def __init__(self, first_group: int = 0) -> None:
+        self.first_group = first_group
         """Groups below this id were admitted before the cause was removed and are not counted."""
         self.reset()
 

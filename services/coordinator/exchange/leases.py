@@ -1,5 +1,5 @@
-"""Leases groups to workers, and revokes the leases of workers that left, crashed or are overdue. No other module leases
-groups or revokes leases; `submissions.py` takes the results.
+"""Revokes the leases and tasks of workers that left, crashed or are overdue, and quarantines groups. `requests/lease.py`
+leases groups, and revokes leases that their worker does not know.
 
 Quarantine finds groups that crash their workers by leasing them alone, and drops them, so that one prompt cannot end a
 pool. A worker's crash proves nothing about one of the many groups that it held, so each of them is counted as present.
@@ -13,287 +13,18 @@ removed. Generating and scoring are counted apart.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from paceline.data.messages import tools_of_prompt
-from paceline.data.prompts import PromptSource
-from paceline.errors import Unreadable
-from paceline.groups import Version, with_holder
-from paceline.services.coordinator.exchange import evaluation, turn_logs
-from paceline.services.coordinator.exchange.admission import (
-    admissible,
-    holds_leases,
-    serving_samplers,
-    step_of_group,
-    versions_of,
-)
-from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from paceline.services.coordinator.ledger.groups import NewLease
-from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
-from paceline.spec import GenerationSection
-from paceline.tracing import group_traceparent, span
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.v1 import common_pb2
-from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import parse_message
 
 SHARED_CRASHES = 2
 """Number of crashes of workers that held a group among others, after which the group is quarantined."""
 
 ALONE_CRASHES = 2
 """Number of further crashes of workers that held only a quarantined group, after which the group is dropped."""
-
-MAX_ROOM = 1 << 16
-"""Largest number of completions in one answer, even if a worker states more room."""
-
-MAX_TURN_LOG_BYTES = 32 << 20
-"""Largest number of bytes of turn logs in the answers of one call; an answer with only one lease may exceed it."""
-
-ADMITTED_AT_ONCE = 64
-"""Number of groups that are admitted at a time (more if requested), because more at once would delay other requests."""
-
-
-def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
-    """Answer lease requests of different workers, each up to its room: groups of an evaluation first, then by slot."""
-    _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
-    free: list[tuple[sqlite3.Row, int]] = []
-    if run.prompts is not None and not exchange.takes_no_work(run):
-        group_size = run.spec.grpo.num_generations_per_prompt
-        num_groups = sum(max(1, min(request.lease.room, MAX_ROOM) // group_size) for request in requests)
-        free = _admit_and_list_free(exchange, run, num_groups + len(exchange.reserved))
-    leases = _NewLeases(exchange, run, free)
-    outcomes = [leases.answer(request) for request in requests]
-    leases.write()
-    return outcomes
-
-
-class _NewLeases:
-    """Leases of one `lease_groups` call: each worker in turn gets free groups, and all leases are written together."""
-
-    def __init__(self, exchange: Exchange, run: ActiveRun, free: list[tuple[sqlite3.Row, int]]):
-        self._exchange, self._run = exchange, run
-        self._group_size = run.group_size("train")
-        self._val_size = run.spec.grpo.val_samples_per_prompt
-        self._params = params_message(run.spec.policy.generation)
-        self._samplers = serving_samplers(exchange, run) if run.spec.environment.is_used else []
-        self._free = free
-        """Free groups to train, each with its step, in the order of slots."""
-        self._turn_log_bytes = 0
-        self._unwritten: list[NewLease] = []
-
-    def answer(self, request: pb.ExchangeRequest) -> Outcome:
-        """Return the answer to one worker; `write` records its leases. A worker gets nothing without an acknowledged
-        version of the weights, or while it is overdue. Groups to train need a run that takes work, an age of at most
-        η, and no quarantine (`choose_groups`). `transport/dispatch.py` has checked protocol, term, secret, run and
-        role."""
-        exchange, run = self._exchange, self._run
-        reply = exchange.reply(request, pb.REPLY_STATUS_OK)
-        reply.lease.SetInParent()
-        member_id = request.member_id
-        versions = versions_of(exchange, run, member_id, self._samplers)
-        if versions is None or run.prompts is None or member_id in exchange.overdue:
-            return Outcome(reply, empty=True)
-        if quarantined_groups(exchange, run):
-            self.write()  # `choose_groups` reads the groups that each worker holds
-        payloads: list[Frame] = []
-        room, reserved = min(request.lease.room, MAX_ROOM), len(exchange.reserved)
-        num_measured = max(room // self._val_size, 1 if room > 0 else 0)
-        if sampler := self._sampler_of_evaluation(member_id):
-            pinned_id, version = sampler
-            measured = evaluation.to_lease(exchange, run, pinned_id, version, num_measured + reserved)
-            for row in choose_groups(exchange, run, member_id, measured, num_measured):
-                added = self._add(member_id, row, version.step, reply, payloads, pinned=sampler)
-                room -= self._val_size * added
-        if quarantined_groups(exchange, run):
-            self.write()
-        num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
-        limit = num_groups + reserved if num_groups else 0
-        leasable = list(itertools.takewhile(lambda pair: versions.may_lease(pair[1], run.max_age), self._free[:limit]))
-        steps = {row["group_id"]: step for row, step in leasable}
-        free = [row for row, _ in leasable]
-        for row in choose_groups(exchange, run, member_id, free, num_groups):
-            step = steps[row["group_id"]]
-            if self._add(member_id, row, versions.oldest(step, run.max_age), reply, payloads, step=step):
-                self._free.remove((row, step))
-        return Outcome(reply, payloads, empty=not reply.lease.leases)
-
-    def write(self) -> None:
-        if self._unwritten:
-            self._exchange.groups.lease(self._unwritten)
-            self._unwritten.clear()
-
-    def _sampler_of_evaluation(self, member_id: str) -> tuple[str, Version] | None:
-        exchange, run = self._exchange, self._run
-        if not run.spec.environment.is_used:
-            return member_id, exchange.versions[member_id]
-        sampler = evaluation.choose_sampler(exchange, run, self._samplers)
-        return None if sampler is None else (sampler.member_id, sampler.version)
-
-    def _add(
-        self,
-        member_id: str,
-        row: sqlite3.Row,
-        oldest: int,
-        reply: pb.ExchangeReply,
-        payloads: list[Frame],
-        *,
-        step: int = 0,
-        pinned: tuple[str, Version] | None = None,
-    ) -> bool:
-        """Add a group to the reply; `oldest` is the step of the oldest version that may sample it, `pinned` has an
-        evaluation's worker and version. Return False if the results of earlier attempts cannot be read now or are
-        too large for this reply; the group then waits."""
-        run, group_id = self._run, row["group_id"]
-        try:
-            prefix = self._prefix(group_id) if row["attempt"] else None
-            has_turns = row["attempt"] and run.spec.environment.is_used
-            turns = self._turn_log(group_id) if has_turns else {}
-        except UnopenedSegment as fault:
-            self._exchange.note_unopened(fault)
-            return False
-        self._turn_log_bytes += (turn_log_bytes := turn_logs.size_of(turns))
-        if turn_log_bytes and self._turn_log_bytes > MAX_TURN_LOG_BYTES and reply.lease.leases:
-            return False
-        lease = reply.lease.leases.add(
-            group_id=group_id,
-            attempt=row["attempt"] + 1,
-            prompt_json=row["prompt_json"],
-            seed=group_seed(run, group_id),
-            num_generations=self._val_size if pinned else self._group_size,
-            params=self._params,
-            step=step,
-            traceparent=group_traceparent(run.run_id, group_id),
-        )
-        if pinned:
-            lease.pinned_version.session, lease.pinned_version.step = pinned[1]
-        lease.tools_json = self._tools(row, run.validation if pinned else run.prompts)
-        if run.spec.environment.is_used:
-            lease.columns_json = self._exchange.group_queries.columns(run.run_id, group_id)
-            lease.pinned_member = pinned[0] if pinned else ""
-            turn_logs.add_to_lease(self._exchange, run, lease, turns, payloads)
-        with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
-            pass  # no duration: marks when and to whom the group was leased
-        if prefix is not None:
-            payloads.append(prefix.arrays)
-            lease.prefix_frame = len(payloads)
-            returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
-            lease.prefix_finish_reasons.extend(returned.finish_reasons)
-        if (prefix is not None or turns) and row["oldest_step"] is not None:
-            oldest = min(oldest, row["oldest_step"])
-        holders = with_holder(row["holders"], lease.attempt, member_id)
-        self._unwritten.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
-        return True
-
-    def _tools(self, row: sqlite3.Row, source: PromptSource | None) -> str:
-        if source is None or not source.has_tools:
-            return ""
-        columns = self._exchange.group_queries.columns(self._run.run_id, row["group_id"])
-        tools = tools_of_prompt(json.loads(row["prompt_json"]), json.loads(columns))
-        return "" if tools is None else json.dumps(tools)
-
-    def _prefix(self, group_id: int) -> Payload | None:
-        """Return a group's prefix from an earlier attempt; None without an intact one. Raises UnopenedSegment."""
-        try:
-            prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
-            return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
-        except DamagedRecord as damaged:
-            selection.handle_damaged(self._exchange, self._run, damaged)
-            return None
-
-    def _turn_log(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
-        """Return the recorded turns of a group by sample; end lives with an unreadable turn. Raises UnopenedSegment."""
-        while True:
-            try:
-                return turn_logs.frames_of(self._exchange, self._run, group_id)
-            except DamagedRecord as damaged:
-                selection.handle_damaged(self._exchange, self._run, damaged)
-
-
-def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
-    """Admit up to `at_most` prompts in seeded order, within the admission rule. The next call retries unreadable ones."""
-    ledger, run_id = exchange.ledger, run.run_id
-    counters = ledger.counters(run_id)
-    admitted = counters.get("groups:ever_admitted", 0)
-    dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
-    open_groups = admitted - dropped - counters.get("groups:trained", 0)
-    number = admissible(
-        open_groups, admitted, dropped, batch=run.batch_size, max_age=run.max_age, max_steps=run.spec.max_num_steps
-    )
-    number = min(number, at_most)
-    if number == 0 or exchange.admission_closed:
-        return
-    assert run.prompts is not None
-    row = ledger.run(run_id)
-    cursor, next_slot = row["cursor"], row["next_slot"]
-    free_slots = list(reversed(ledger.free_slots.first(run_id, number)))
-    new = []
-    for group_id in range(admitted, admitted + number):
-        try:
-            prompt, columns = run.prompts.draw(cursor)
-        except Unreadable as error:
-            exchange.unreadable_data = str(error)
-            break
-        exchange.unreadable_data = ""
-        cursor += 1
-        if free_slots:
-            slot = free_slots.pop()
-            exchange.slots_changed()
-            ledger.free_slots.remove(run_id, slot)
-        else:
-            slot, next_slot = next_slot, next_slot + 1
-        new.append((group_id, slot, prompt, columns))
-    exchange.groups.admit(run_id, "train", new)
-    ledger.count(run_id, "groups:ever_admitted", len(new))
-    ledger.update_run(run_id, cursor=cursor, next_slot=next_slot)
-
-
-def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
-    if not requests:
-        return
-    member_ids = [request.member_id for request in requests]
-    on_record = exchange.group_queries.leased_by_member(run.run_id, member_ids)
-    groups = exchange.groups
-    for request in requests:
-        member_id, held = request.member_id, set(request.lease.held.group_ids)
-        # The worker does not know some leases, because the reply with them was lost.
-        if on_record[member_id] - held:
-            groups.revoke_unknown(run.run_id, member_id, sorted(held))
-        # It still works on groups whose leases were revoked while it was silent, and that no other worker got. Groups
-        # that it has returned meanwhile do not have its name, and stay free. A suspected worker's claim may be
-        # outdated; it repeats the claim when it reconnects.
-        if held - on_record[member_id] and member_id not in exchange.suspected | exchange.overdue:
-            groups.restore_leases(run.run_id, member_id, sorted(held))
-
-
-def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
-    """Return the first `number` free groups to train, each with its step; admit prompts if there are too few. With
-    in_order the slot decides the step, with ready_first the number of open, unbatched groups ahead."""
-    rows = exchange.group_queries.free_to_lease(run.run_id, number)
-    if len(rows) < number or exchange.ledger.free_slots.exist(run.run_id):
-        admit(exchange, run, max(number, ADMITTED_AT_ONCE))
-        rows = exchange.group_queries.free_to_lease(run.run_id, number)
-    if run.spec.async_grpo.order == "in_order":
-        return [(row, row["slot"] // run.batch_size) for row in rows]
-    next_batch = exchange.ledger.run(run.run_id)["next_batch"]
-    free, last_slot, ahead = [], -2, 0
-    for row in rows:
-        slot = row["slot"]
-        # The group in the previous slot is open; only gaps have to be counted.
-        ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
-        last_slot = slot
-        free.append((row, step_of_group(next_batch, ahead, run.batch_size)))
-    return free
-
-
-def group_seed(run: ActiveRun, group_id: int) -> int:
-    """Return the 63-bit seed of a group: a function of the spec's seed and the group's id."""
-    text = f"{run.spec.seed}/{group_id}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
@@ -307,13 +38,11 @@ def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool)
 
 def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
     """Revoke every lease and task of a former member; return the number of leases."""
-    if crashed and exchange.active is not None:
-        on_crash(exchange, exchange.active, member_id)
-    exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
-    exchange.versions.pop(member_id, None)
-    exchange.offered.pop(member_id, None)
-    exchange.overdue.discard(member_id)
-    exchange.suspected.discard(member_id)
+    if (run := exchange.active) is not None:
+        if crashed:
+            on_crash(exchange, run, member_id)
+        run.state.unreserve_all_of(member_id)
+    exchange.workers.remove(member_id)
     released = exchange.groups.revoke_leases([member_id])
     exchange.groups.revoke_tasks([member_id])
     return released
@@ -321,19 +50,19 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
 
 def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[tuple[str, str]]:
     """Return the workers that hold leases or tasks for much longer than others need, each with the reason."""
-    unable = exchange.overdue | exchange.suspected
-    queries = exchange.group_queries
+    queries, workers = exchange.group_queries, exchange.workers
+    unable = workers.overdue | workers.suspected
     samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
-    holders = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
-    return holders + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
+    holders = workers.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
+    return holders + workers.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
 
 
 def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
-    if holds_leases(run) == common_pb2.ROLE_ENVIRONMENT:
+    if run.lease_role == common_pb2.ROLE_ENVIRONMENT:
         return _able(exchange, common_pb2.ROLE_ENVIRONMENT)
     measured = evaluation.pending(exchange, run)
     oldest_step = 0 if measured is None else measured["step"]
-    return {m for m, version in exchange.versions.items() if version.step >= oldest_step}
+    return {m for m, version in exchange.workers.versions.items() if version.step >= oldest_step}
 
 
 def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
@@ -345,23 +74,12 @@ def revoke_overdue(exchange: Exchange, run: ActiveRun, overdue: Iterable[tuple[s
     for member_id, why in overdue:
         number = revoke_work(exchange, [member_id], with_leases=True)
         exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
-        exchange.overdue.add(member_id)
+        exchange.workers.note_overdue(member_id)
         work, result = ("task", "scores") if _scores(exchange, member_id) else ("lease", "a group")
-        exchange.warn(
+        exchange.notices.warn(
             f"{member_id} gets no {work} before it submits {result}, and other workers get the {number} groups that it "
             f"holds: {why}"
         )
-
-
-def note_submission(
-    exchange: Exchange, ages: LeaseDurations, member_id: str, result: pb.GroupResult | pb.ScoreResult
-) -> None:
-    """Note that a worker submitted a result. If the worker was overdue, it gets work again."""
-    ages.note_submission(member_id, result.group_id, result.attempt)
-    if member_id in exchange.overdue:
-        exchange.overdue.remove(member_id)
-        submitted, work = ("scores", "tasks") if _scores(exchange, member_id) else ("a group", "leases")
-        exchange.warn(f"{member_id} has submitted {submitted} and gets {work} again")
 
 
 def _scores(exchange: Exchange, member_id: str) -> bool:
@@ -374,24 +92,24 @@ def choose_groups(
 ) -> list[sqlite3.Row]:
     """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` others. A
     waiting quarantined group reserves one worker, which gets nothing more until its other work is done. `rows`
-    should exceed the room by the size of `exchange.reserved`, so that quarantined groups do not delay the others."""
+    should exceed the room by the size of `run.state.reserved`, so that quarantined groups do not delay the others."""
     quarantined = quarantined_groups(exchange, run)
     if not quarantined or room <= 0:
         return rows[: max(room, 0)]
     held = {row["group_id"] for row in exchange.group_queries.work_of(run.run_id, member_id)}
     if quarantined & held:
         return []
-    reserved = exchange.reserved
+    reserved = run.state.reserved
     for row in rows:
         group_id = row["group_id"]
         if group_id not in quarantined or reserved.get(group_id, member_id) != member_id:
             continue
         if group_id not in reserved and member_id in reserved.values():
             continue
-        reserved[group_id] = member_id
+        run.state.reserve(group_id, member_id)
         if held:
             return []
-        del reserved[group_id]
+        run.state.unreserve(group_id)
         return [row]
     if member_id in reserved.values():
         return []
@@ -419,9 +137,11 @@ def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: st
     """Count a crash for a group, and drop the group at the limit. `death` names the crash; each name counts once."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_CRASHES:
-        exchange.warn(f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone")
+        exchange.notices.warn(
+            f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone"
+        )
     elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
-        exchange.warn(
+        exchange.notices.warn(
             f"group {row['group_id']} was dropped: {deaths} workers died while they held it; the last "
             f"{ALONE_CRASHES} held only this group; check its prompt and the log of {member_id}"
         )
@@ -432,16 +152,4 @@ def clear_deaths(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
     """Reset the crash count of a generated or scored group, so that scoring counts from 0."""
     if group_id in exchange.ledger.deaths.of_run(run.run_id):
         exchange.ledger.deaths.remove_group(run.run_id, group_id)
-    exchange.reserved.pop(group_id, None)
-
-
-def params_message(generation: GenerationSection) -> common_pb2.SamplingParams:
-    """Return `policy.generation` as a message with every field set, for `paceline.rollout.engine.SamplingParams`."""
-    return common_pb2.SamplingParams(
-        max_new_tokens=generation.max_new_tokens,
-        min_new_tokens=generation.min_new_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        stop_token_ids=generation.stop_token_ids,
-    )
+    run.state.unreserve(group_id)

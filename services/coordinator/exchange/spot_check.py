@@ -247,6 +247,10 @@ class SpotCheck:
         """Return the groups already chosen for a batch, with their workers; empty if there are none."""
         return self._choices.get(chain, {})
 
+    def take(self, chain: str, group_id: int) -> str:
+        """Return the worker of a chosen group, once; empty if the group was not chosen or was taken already."""
+        return self._choices.get(chain, {}).pop(group_id, "")
+
     def _trim(self, chain: str, chosen: dict[int, str]) -> None:
         self._choices[chain] = chosen
         while len(self._choices) > KEPT_CHOICES:

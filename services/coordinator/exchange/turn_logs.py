@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from paceline.groups import Group
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.uploads.intake import GroupTurn
 from paceline.services.coordinator.ledger.segments import Frame, frame_size
 from paceline.services.coordinator.ledger.tables.episodes import FAILED, LEFT_OUT, EndedLife, Lives, left_out_of
@@ -88,7 +88,7 @@ def add_to_lease(
             entry.note_frames.append(len(payloads))
 
 
-def fault_of_result(turn_log: dict[int, SampleTurns], group: Group, turns: Iterable[GroupTurn]) -> str:
+def fault_of_turns(turn_log: dict[int, SampleTurns], group: Group, turns: Iterable[GroupTurn]) -> str:
     """Return how a result differs from the turn log of its group; empty if it does not."""
     assert group.rows is not None
     by_sample: dict[int, list[GroupTurn]] = {}
@@ -151,8 +151,7 @@ def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, turn_log:
     if not lives:
         return
     exchange.ledger.episodes.add_ended(lives)
-    if row["class"] == "train":
-        exchange.ledger.count(run.run_id, f"tokens:dropped:{LEFT_OUT}", sum(life.tokens for life in lives))
+    class_of(row).count(exchange, run, f"tokens:dropped:{LEFT_OUT}", sum(life.tokens for life in lives))
 
 
 def end_life(
@@ -177,5 +176,4 @@ def end_life(
     )
     ledger.note_removed_records(ledger.episodes.end(ended))
     exchange.groups.set_turns(run_id, group_id, *ledger.episodes.total(run_id, group_id))
-    if row["class"] == "train":
-        ledger.count(run_id, f"tokens:dropped:{reason}", tokens)
+    class_of(row).count(exchange, run, f"tokens:dropped:{reason}", tokens)

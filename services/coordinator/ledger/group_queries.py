@@ -15,6 +15,8 @@ from paceline.services.coordinator.ledger.groups import OPEN_STATES
 BATCH_COLUMNS = "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
 """The columns that batches need. Others are not read, because thousands of rows are read at a time."""
 
+MAX_GROUP_ID = 2**63 - 1
+"""Largest group id: SQLite's largest integer."""
 OPEN_SQL = str(tuple(state.value for state in OPEN_STATES))
 OF_CLASS = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
 TO_TRAIN = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
@@ -26,6 +28,8 @@ class GroupQueries(Queries):
     # One group, or those of a step
 
     def get(self, run_id: str, group_id: int) -> sqlite3.Row | None:
+        if group_id > MAX_GROUP_ID:
+            return None
         return self.row("SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 
     def prompt(self, run_id: str, group_id: int) -> str | None:

@@ -151,7 +151,7 @@ class Commands:
                 run = active
             with self._ledger.transaction():
                 selection.drop_from_batch(self._exchange, run, group_ids, time.monotonic())
-                notices = self._exchange.take_notices()
+                notices = self._exchange.notices.take()
                 self._context.run_log.write_down(notices)
         if run is active:
             self._assignments.end_session()
@@ -205,7 +205,7 @@ class Resumption:
         self._exchange.groups.clear_failures(run_id)
         self._ledger.episodes.clear_failures(run_id)
         admitted = self._ledger.counters(run_id).get("groups:ever_admitted", 0)
-        self._exchange.clear_failures(first_group=admitted)
+        active.state.clear_failures(first_group=admitted)
         in_bundle = bool(bundle or self._ledger.bundle(run_id))
         facts = new_bundle | ({} if in_bundle else {"functions": function_digests(active.spec)})
         warnings = (
@@ -215,7 +215,7 @@ class Resumption:
             before = self._ledger.data_fingerprint(run_id)
             warnings += changed_data_warnings(before, run.spec, run.prompts)
             facts["data"] = run.prompts.fingerprint
-            self._exchange.active = run
+            self._exchange.activate(replace(active, prompts=run.prompts, validation=run.validation))
             self._prompts.begin(run_id, run.spec)
         for warning in warnings:
             self._ledger.add_event(run_id, "warning", {"message": warning})

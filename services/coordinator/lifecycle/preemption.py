@@ -55,7 +55,7 @@ class Hours:
             self._run_id, self._counted_s = run.run_id, now_s
             return
         trained_s = self._ledger.counters(run.run_id).get(TRAINED_TIME, 0) / 1000 + now_s - self._counted_s
-        is_over = not self._exchange.end_step and trained_s >= run.spec.max_hours * 3600
+        is_over = not run.state.end_step and trained_s >= run.spec.max_hours * 3600
         if is_over or now_s - self._counted_s >= WRITE_S:
             async with self._context.lock:
                 self._count(run, now_s, is_over)
@@ -71,7 +71,7 @@ class Hours:
             end_step = self._end(run) if is_over else 0
         self._counted_s += elapsed_ms / 1000
         if end_step:
-            self._exchange.end_step = end_step
+            run.state.end_early(end_step)
 
     def _end(self, run: ActiveRun) -> int:
         """Record the run's last step, and return it; 0 if all its batches are fixed already. Inside a transaction."""
@@ -97,7 +97,7 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Lets the active run yield to another. Only this class sets `Exchange.yields_to`."""
+    """Lets the active run yield to another. Only this class calls `RunState.yield_to`."""
 
     def __init__(self, context: RunContext, states: RunStates, assignments: Assignments):
         self._context, self._states, self._assignments = context, states, assignments
@@ -118,9 +118,9 @@ class Preemption:
         if first is None or not (self._is_held(run) or self._is_less(run, first)):
             await self._go_on(run)
             return
-        if not self._exchange.yields_to:
+        if not run.state.yields_to:
             self._began_s, self._ordered = now_s, (-1, -1)
-        if self._exchange.yields_to != first["run_id"]:
+        if run.state.yields_to != first["run_id"]:
             await self._yield(run, first)
         if self._is_ready(run, now_s):
             await self._states.preempt(run.run_id, self._reason(run, first))
@@ -131,18 +131,18 @@ class Preemption:
 
     def _is_less(self, run: ActiveRun, first: sqlite3.Row) -> bool:
         """Return whether `first` has a higher priority than a run that does not end soon anyway."""
-        ends_soon = self._ledger.run(run.run_id)["next_step"] >= self._exchange.num_steps(run)
+        ends_soon = self._ledger.run(run.run_id)["next_step"] >= run.num_steps
         return bool(first["priority"] > self._ledger.priority(run.run_id) and not ends_soon)
 
     async def _go_on(self, run: ActiveRun) -> None:
         """Stop yielding, because no run waits that goes first, this run is about to end, or a person resumed it."""
-        if self._exchange.yields_to:
-            log.info("run %s does not yield to run %s any more", run.run_id, self._exchange.yields_to)
-            self._exchange.yields_to = ""
+        if run.state.yields_to:
+            log.info("run %s does not yield to run %s any more", run.run_id, run.state.yields_to)
+            run.state.yield_to("")
             self._context.server.wake("lease", "batch")
 
     async def _yield(self, run: ActiveRun, first: sqlite3.Row) -> None:
-        self._exchange.yields_to = first["run_id"]
+        run.state.yield_to(first["run_id"])
         then = (
             "this run writes a checkpoint, and `paceline resume` queues this run again"
             if self._is_held(run)

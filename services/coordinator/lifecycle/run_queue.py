@@ -26,7 +26,7 @@ from paceline.files.storage import Folder, check_place, refusal_of_store
 from paceline.models.memory_plan import Room, is_open, planned
 from paceline.models.shape import read_shape
 from paceline.services.common.access.rights import Caller, current_caller
-from paceline.services.coordinator.exchange.submissions import refuse_large_groups
+from paceline.services.coordinator.exchange.requests.group import refuse_large_groups
 from paceline.services.coordinator.ledger.database import free_name
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, RunData

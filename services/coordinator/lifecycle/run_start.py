@@ -196,8 +196,8 @@ class RunStarter:
                 self._delays.passed_over.discard(run.run_id)
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})
-                self._exchange.active, self._exchange.end_step = run, self._ledger.end_step(run.run_id)
-                self._exchange.slots_changed()
+                run.state.end_early(self._ledger.end_step(run.run_id))
+                self._exchange.activate(run)
                 if run.validation is not None and run.spec.grpo.val_at_start:
                     evaluation.begin(self._exchange, run, 0)
         return True

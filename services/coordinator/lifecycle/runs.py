@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.state import ActiveRun, Notice
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.lifecycle import run_start
 from paceline.services.coordinator.lifecycle.commands import Commands, Resumption
@@ -109,11 +110,11 @@ class Runs:
         exported = finished_run is run and session == row["session"]
         if (
             exported
-            and row["next_step"] >= exchange.num_steps(run)
+            and row["next_step"] >= run.num_steps
             and evaluation.pending(exchange, run) is None
             and not self._awaits_last_version(run)
         ):
-            await self.states.end(run.run_id, "succeeded", explain(run, exchange.end_step))
+            await self.states.end(run.run_id, "succeeded", explain(run, run.state.end_step))
 
     def _awaits_last_version(self, run: ActiveRun) -> bool:
         """Return whether a worker of the roster still has an older version than the last one. Workers serve the last
@@ -122,5 +123,5 @@ class Runs:
             return False
         members = map(self.pool.members.get, self.pool.assignments.roster.member_ids)
         versions = [member.weights.version for member in members if member is not None]
-        last_step = self.context.exchange.num_steps(run)
+        last_step = run.num_steps
         return any(version is not None and version.step < last_step for version in versions)

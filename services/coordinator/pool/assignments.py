@@ -164,7 +164,7 @@ class Assignments:
         for member in self._members.all():
             member.session, member.ready_run, member.weights.version, member.fault = 0, "", None, None
             member.direct(worker_pb2.ConnectResponse(idle=worker_pb2.Idle(reason=reason)))
-        self._exchange.versions.clear()
+        self._exchange.workers.clear_versions()
         self.roster.clear()
 
     def assign(self, member: Member) -> None:
@@ -206,7 +206,7 @@ class Assignments:
         holder = self._sessions.setdefault((run.run_id, newest), hello.member_id)
         if holder != hello.member_id:
             return 0
-        self._exchange.ranks = hello.world_size
+        run.state.note_ranks(hello.world_size)
         return newest
 
     def restore_session(self) -> str | None:
@@ -225,13 +225,13 @@ class Assignments:
 
     async def assign_learner(self) -> None:
         """Assign the active run to a learner in a new session, unless one has the run, even with a broken stream."""
-        run = self._exchange.active
-        if run is None or not self._waiting():
+        active = self._exchange.active
+        if active is None or not self._waiting():
             return
-        await self._check_checkpoints(run)
+        await self._check_checkpoints(active)
         async with self._lock:
-            waiting = self._waiting()
-            if not waiting:
+            run, waiting = self._exchange.active, self._waiting()
+            if run is None or run.run_id != active.run_id or not waiting:
                 return
             row = self._ledger.run(run.run_id)
             try:
@@ -239,7 +239,7 @@ class Assignments:
             except NotFound as error:
                 no_start = str(error)
             else:
-                self._begin_session(waiting[-1], row, run.spec_yaml, start)
+                self._begin_session(waiting[-1], row, run, start)
         if no_start and (row["state"], row["message"]) != ("paused", no_start):
             await self._pause(run.run_id, no_start)
 
@@ -318,7 +318,7 @@ class Assignments:
         self.end_session()
         await self.assign_learner()
 
-    def _begin_session(self, member: Member, row: sqlite3.Row, spec_yaml: str, start: sessions.Start) -> None:
+    def _begin_session(self, member: Member, row: sqlite3.Row, run: ActiveRun, start: sessions.Start) -> None:
         session = self._numbers.next(row["run_id"], row["session"])
         publish_from_step = max(0, row["published_step"])
         with self._ledger.transaction():
@@ -328,13 +328,13 @@ class Assignments:
             self._ledger.add_event(row["run_id"], "session", content)
             self._ledger.invalidate(f"sessions {row['run_id']}")
         self._sessions[row["run_id"], session] = member.member_id
-        self._exchange.ranks = member.introduction.world_size
+        run.state.note_ranks(member.introduction.world_size)
         while len(self._sessions) > SESSIONS_KEPT:
             self._sessions.pop(next(iter(self._sessions)))
         member.session = session
         assignment = self._assignment(
             row,
-            spec_yaml,
+            run.spec_yaml,
             session=session,
             start_step=start.step,
             checkpoint_path=start.path,

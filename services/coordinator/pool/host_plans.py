@@ -153,7 +153,7 @@ class HostPlans:
             announced = Version(version.version.session, version.version.step)
             if announced not in member.weights.offered:
                 member.weights.offered.append(announced)
-            self._exchange.offer(member.member_id, announced)
+            self._exchange.workers.offer(member.member_id, announced)
             sent = worker_pb2.HostPlan()
             sent.CopyFrom(plan)
             sent.epoch = epoch

@@ -22,7 +22,6 @@ from paceline.models.loading import named_size
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.rights import current_caller
 from paceline.services.coordinator.exchange import leases
-from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.members.introduction import check_place, checked_host
@@ -70,7 +69,7 @@ class Pool:
         this once they can reach the coordinator: from then on they have the usual time to return before their leases
         are revoked."""
         active = self._exchange.active
-        lease_role = holds_leases(active) if active is not None else common_pb2.ROLE_ROLLOUT
+        lease_role = active.lease_role if active is not None else common_pb2.ROLE_ROLLOUT
         for member_id, role in self._ledger.holders(lease_role):
             # Counted as connected: as members with a broken stream they would get half the time, which is less than
             # a worker's longest back-off.
@@ -158,7 +157,7 @@ class Pool:
         self.members.add(member)
         self._lost_ranks.joined(member.introduction.learner_id, member.last_report_s)
         self._exchange.senders.enter(member)
-        self._exchange.suspected.discard(member.member_id)
+        self._exchange.workers.clear_suspicion(member.member_id)
         log.info("%s %s %s", member.role_name, member.member_id, "is back" if earlier else "joined")
         if run is not None and member.role != common_pb2.ROLE_LEARNER:
             self.assignments.assign(member)
@@ -167,9 +166,10 @@ class Pool:
     def _take_version(self, member: Member, reported: common_pb2.PolicyVersion) -> None:
         """Note the version that a worker held before it joined; a version that the run has not published is ignored."""
         version = Version(reported.session, reported.step)
-        self._exchange.note_session(version.session)
+        self._exchange.workers.note_session(version.session)
         if self.assignments.is_published(version):
-            member.weights.version = self._exchange.versions[member.member_id] = version
+            member.weights.version = version
+            self._exchange.workers.acknowledge(member.member_id, version)
         else:
             log.warning("%s holds %s, which this run has not published", member.member_id, tuple(version))
             member.weights.ahead_session = version.session
@@ -210,7 +210,7 @@ class Pool:
                 released = leases.revoke_from_member(self._exchange, member.member_id, crashed=crashed)
                 if run is not None:
                     self._ledger.evaluations.unpin_member(run.run_id, member.member_id)
-                notices = self._exchange.take_notices()
+                notices = self._exchange.notices.take()
                 self._context.run_log.write_down(notices)
         level = logging.INFO if reason == IN_GOOD_ORDER else logging.WARNING
         name = f"{member.role_name} {member.member_id}"
@@ -244,7 +244,7 @@ class Pool:
         member.last_report_s, member.stream.is_heard = time.monotonic(), True
         if member.suspected:
             member.suspected = False
-            self._exchange.suspected.discard(member.member_id)
+            self._exchange.workers.clear_suspicion(member.member_id)
             self.assignments.update_lists()
             await self._add_member_event(member, "reports again")
         if request.WhichOneof("report") == "leave":
@@ -269,7 +269,7 @@ class Pool:
         if member.suspected or self._context.watchers.stopping:
             return
         member.suspected = True
-        self._exchange.suspected.add(member.member_id)
+        self._exchange.workers.suspect(member.member_id)
         self._context.server.wake("batch")
         log.warning("%s %s is suspected: %s", member.role_name, member.member_id, why)
         self.assignments.update_lists()
@@ -286,7 +286,7 @@ class Pool:
         async with self._context.lock:
             with self._ledger.transaction():
                 leases.revoke_overdue(self._exchange, run, overdue)
-                notices = self._exchange.take_notices()
+                notices = self._exchange.notices.take()
                 self._context.run_log.write_down(notices)
         self._context.server.wake("lease", "task")
         await self._runs.act_on(notices)

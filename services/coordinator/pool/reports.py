@@ -16,7 +16,8 @@ from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator import sessions
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.state import ActiveRun, Notice
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.ledger.tables.checkpoints import stored
 from paceline.services.coordinator.members.introduction import checked_host
@@ -115,7 +116,7 @@ class Reports:
                 if receiver is not None and receiver.role == common_pb2.ROLE_ROLLOUT:
                     version = _version(request.weight_offer.version)
                     receiver.weights.offered.append(version)
-                    self._exchange.offer(receiver.member_id, version)
+                    self._exchange.workers.offer(receiver.member_id, version)
                     receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
             case "host_version":
                 roster = self._assignments.roster
@@ -144,8 +145,7 @@ class Reports:
         run = self._exchange.active
         if run is not None and ack.ok:
             member.weights.version = _version(ack.version)
-            self._exchange.versions[member.member_id] = member.weights.version
-            self._exchange.note_session(member.weights.version.session)
+            self._exchange.workers.acknowledge(member.member_id, member.weights.version)
             self._context.run_log.note_pause(ack)
             member.measures.paused_s += seconds(ack.pause_s)
             if slow := self._assignments.roster.plans.note(member, ack.host_transfer):
@@ -205,7 +205,7 @@ class Reports:
         async with self._context.lock:
             with self._ledger.transaction():
                 session_faults.on_report(self._exchange, run, report, member.introduction.rank)
-                notices = self._exchange.take_notices()
+                notices = self._exchange.notices.take()
                 self._context.run_log.write_down(notices)
         await self._runs.act_on(notices)
 
@@ -265,7 +265,7 @@ class Reports:
             case "weight_ack" | "weight_progress":
                 return self._check_receiver(member, report.member_id, report.version)
             case "run_report":
-                return self._check_run_report(member, report, session)
+                return self._check_run_report(run, member, report, session)
             case "checkpoint":
                 if not self._assignments.had_session(member, run.run_id, report.session):
                     return f"the worker did not have session {report.session}"
@@ -308,15 +308,13 @@ class Reports:
             return f"version {tuple(version)} was not published by the run"
         return ""
 
-    def _check_run_report(self, member: Member, reported: worker_pb2.RunReport, session: int) -> str:
+    def _check_run_report(self, run: ActiveRun, member: Member, reported: worker_pb2.RunReport, session: int) -> str:
         if member.role == common_pb2.ROLE_LEARNER:
             if reported.session != session:
                 return f"session {reported.session} is not the newest, which is {session}"
             # Other ranks report only their own errors.
-            if self._exchange.ranks and member.introduction.rank >= self._exchange.ranks:
-                return (
-                    f"the learner has {self._exchange.ranks} ranks, and rank {member.introduction.rank} is none of them"
-                )
+            if run.state.ranks and member.introduction.rank >= run.state.ranks:
+                return f"the learner has {run.state.ranks} ranks, and rank {member.introduction.rank} is none of them"
             if not (reported.error or reported.warning) and self._assignments.learner() is not member:
                 return f"the worker does not have the learner's session {session}"
             if len(reported.export_path.encode()) > MAX_PATH_BYTES:

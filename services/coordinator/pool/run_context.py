@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.services.coordinator.exchange.state import Exchange, Notice
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.reporting.run_log import RunLog

@@ -23,8 +23,9 @@ from paceline.host.resources import process_gauges
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.worker.score_extras import FunctionSums, LoggedMetrics
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.lease_durations import Throughput
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.workers import Throughput
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
@@ -60,7 +61,7 @@ class RunLog:
         self._versions = WeightRecords()
         self._meters, self._step_meters = WeightMeters(), StepMeters()
         self._energy = Energy()
-        self._pace = SamplingPace(exchange.throughput)
+        self._pace = SamplingPace(exchange.workers.throughput)
         self._rules: Rules | None = None
         """Rules on the run's metrics; None before the first step that this coordinator records."""
         self._run_id = ""
@@ -80,7 +81,7 @@ class RunLog:
         self._recorder = MetricsFiles(directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead)
         self._run_id, self._counted_s = run_id, time.monotonic()
         self._learner, self._weights, self._versions, self._rules = {}, {}, WeightRecords(), None
-        self._pace = SamplingPace(self._exchange.throughput)
+        self._pace = SamplingPace(self._exchange.workers.throughput)
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         if self._recorder is not None:
@@ -213,7 +214,7 @@ class RunLog:
         self._warn_of_step(run, step, metrics)
         self._apply_rules(run, step, metrics)
         grpo, trained = run.spec.grpo, step + 1
-        final = trained == self._exchange.num_steps(run)
+        final = trained == run.num_steps
         due = grpo.val_period and trained % grpo.val_period == 0
         if run.validation is not None and (grpo.val_at_end if final else due):
             evaluation.begin(self._exchange, run, trained)

@@ -1,5 +1,5 @@
 """The watchdog of a training run: it explains stalls, and closes admission before the disk is full. The coordinator
-calls it at every tick and records its warnings. It changes only `Exchange.admission_closed`. Reasons of a stall are
+calls it at every tick and records its warnings. It changes the exchange only by `Exchange.close_admission`. Reasons of a stall are
 checked in the order of the stages of a group; the first one that applies explains the stall, because it blocks all
 later stages."""
 
@@ -53,7 +53,7 @@ class Watchdog:
         if run is None:
             self._moving_s = None
             return []
-        others = [*self._check_disk(run), *self._check_data()]
+        others = [*self._check_disk(run), *self._check_data(run)]
         self.stalls = self._check_stall(run, now_s)
         return [*others, *self.stalls]
 
@@ -70,14 +70,14 @@ class Watchdog:
         if to_come >> 20:
             free += f", {to_come >> 20} MB of which open groups will take"
         limit = f"--min-free-mb is {self._min_free_bytes >> 20}"
-        self._exchange.admission_closed = f"{free} and {limit}" if closed else ""
+        self._exchange.close_admission(f"{free} and {limit}" if closed else "")
         if closed and not was_closed:
             return [f"admission is closed: {free}, {limit}. Open groups are still trained; free some disk space"]
         return [f"admission is open again: {free}"] if was_closed and not closed else []
 
-    def _check_data(self) -> list[str]:
+    def _check_data(self, run: ActiveRun) -> list[str]:
         """Warn once when the run's prompts become unreadable, and once when they are readable again."""
-        before, self._unreadable_data = self._unreadable_data, self._exchange.unreadable_data
+        before, self._unreadable_data = self._unreadable_data, run.state.unreadable_data
         if self._unreadable_data and not before:
             return [
                 f"no prompt is admitted: {self._unreadable_data}. Open groups are still trained; reading is "
@@ -89,8 +89,8 @@ class Watchdog:
         row = self._ledger.run(run.run_id)
         learners = [m for m in self._connected(common_pb2.ROLE_LEARNER) if m.session == row["session"]]
         step = row["next_batch"] if run.prompts is not None else row["next_step"]
-        over = row["next_step"] >= self._exchange.num_steps(run)
-        stopped = row["state"] != "running" or bool(self._exchange.yields_to)
+        over = row["next_step"] >= run.num_steps
+        stopped = row["state"] != "running" or bool(run.state.yields_to)
         if stopped:
             self._stopped_s, self._idle = now_s, None
         if self._moving_s is None or stopped or over:
@@ -98,7 +98,7 @@ class Watchdog:
             return []
         since_s, is_requested = self._moving_s, True
         if learners:
-            requested_s = self._exchange.first_requested_s.get(step)
+            requested_s = run.state.first_requested_s.get(step)
             self._moving_s, is_requested = now_s, requested_s is not None
             has_work = row["next_batch"] > row["next_step"] or run.prompts is None
             if requested_s is None and has_work and any(m.ready_run == run.run_id for m in learners):
@@ -137,7 +137,7 @@ class Watchdog:
                 ready_environments=sum(member.ready_run == run.run_id for member in environments or ()),
             ),
             is_requested=is_requested,
-            versions=tuple(version.step for version in self._exchange.versions.values()),
+            versions=tuple(version.step for version in self._exchange.workers.versions.values()),
             leases=groups[State.LEASED],
             holders=sum(member.member_id in held for member in (rollouts if environments is None else environments)),
             tasks=sum(held.get(member.member_id, 0) for member in rewards),
@@ -145,7 +145,7 @@ class Watchdog:
             batch=run.batch_size,
             max_age=run.max_age,
             admission_closed=self._exchange.admission_closed,
-            unreadable_data=self._exchange.unreadable_data,
+            unreadable_data=run.state.unreadable_data,
         )
 
     def _connected(self, role: common_pb2.Role.ValueType) -> list[Member]:

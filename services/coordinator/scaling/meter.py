@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.scaling.policy import Measurement, PoolConfig
@@ -170,7 +171,7 @@ class Meter:
             with_environment = run.spec.environment.is_used
             roles = frozenset({"rollout", "reward", *(["environment"] if with_environment else [])})
             holder = "environment" if with_environment else "rollout"
-        throughput, held = self._exchange.throughput, self._ledger.group_queries.num_held()
+        throughput, held = self._exchange.workers.throughput, self._ledger.group_queries.num_held()
         completed = {**throughput.generated, **throughput.scored}
         workers, steps = {}, self._steps
         for member in self._members.all():
@@ -212,7 +213,7 @@ class Meter:
         run, waiting_s = self.running(), 0.0
         if run is not None:
             row = self._ledger.run(run.run_id)
-            requested_s = self._exchange.first_requested_s.get(row["next_batch"])
+            requested_s = run.state.first_requested_s.get(row["next_batch"])
             if requested_s is not None and row["next_batch"] <= row["next_step"]:
                 waiting_s = max(0.0, now_s - requested_s)
         return self._steps.wait_fraction(waiting_s)

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from paceline.errors import NotFound, Unavailable, counted
-from paceline.services.coordinator.exchange.state import Exchange, Notice
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.scaling.meter import Meter, Period, measure

@@ -25,7 +25,7 @@ from paceline.reward.endpoints.settings import EndpointSettings
 from paceline.rollout.engine import GenerationRequest, SamplingParams
 from paceline.rollout.stop_strings import cut
 from paceline.services.cli.chat import spec_of_model
-from paceline.services.coordinator.exchange.leases import params_message
+from paceline.services.coordinator.exchange.requests.lease import params_message
 from paceline.services.openai.requests import ChatAsk, read_ask
 from paceline.services.rollout.group_sampler import GroupSampler
 from paceline.spec import RunSpec

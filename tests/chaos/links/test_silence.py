@@ -14,11 +14,7 @@ from links.proxy import Proxy
 from paceline.services.common.serving import endpoints as zmq_keepalive
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.common.worker.membership import Membership
-from paceline.services.coordinator.exchange.transport.router_socket import (
-    ExchangeSocket,
-    PendingRequest,
-    parse,
-)
+from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest, parse
 from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.rollout.engine import SamplingParams
-from paceline.services.coordinator.exchange.leases import params_message
+from paceline.services.coordinator.exchange.requests.lease import params_message
 from paceline.spec import GenerationSection
 from paceline.v1 import common_pb2
 

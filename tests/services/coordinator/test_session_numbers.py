@@ -118,7 +118,7 @@ async def test_a_session_is_above_those_of_living_workers(plane: Plane) -> None:
     run_id = await running(plane)
     worker = rollout(plane, run_id=run_id, version=hello_version(6, 12))
     await worker.hear("run")
-    assert plane.coordinator.exchange.versions == {}, "nobody knows those weights"
+    assert plane.coordinator.exchange.workers.versions == {}, "nobody knows those weights"
     assert (await learner(plane, run_id=run_id, session=3).hear("run")).session == 7
 
 
@@ -131,7 +131,7 @@ async def test_a_worker_that_comes_after_the_learner_is_outnumbered_too(plane: P
     late = rollout(plane, "rollout-late", run_id=run_id, version=hello_version(1, 12))
     await late.hear("run")
     assert (await trainer.hear("run")).session == 2
-    assert plane.coordinator.exchange.versions == {"rollout-known": (1, 0)}
+    assert plane.coordinator.exchange.workers.versions == {"rollout-known": (1, 0)}
 
 
 async def test_a_worker_that_says_so_again_and_again_ends_no_further_session(plane: Plane) -> None:

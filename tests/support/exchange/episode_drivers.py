@@ -13,7 +13,7 @@ import numpy as np
 from exchange_drivers import COMMITTED, Rollout, World
 
 from paceline.groups import Completion, Group, Rows, Turn, Version, VersionSpan
-from paceline.services.coordinator.exchange.state import Outcome
+from paceline.services.coordinator.exchange.replies import Outcome
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import TurnArrays, encode_result

@@ -17,9 +17,12 @@ from paceline.data.prompts import open_prompts
 from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.leases import revoke_from_member
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.requests.table import kind_of, validate_upload
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.transport.dispatch import handle
-from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store, validate_upload
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store
 from paceline.services.coordinator.ledger.ledger import GROUPS_AT_ONCE, Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
 from paceline.services.coordinator.members.registry import Introduction, Member
@@ -99,11 +102,11 @@ class World:
         """The coordinator dies and comes back from the file."""
         self.ledger.close()
         self.ledger = Ledger(self.path)
-        known, senders, versions = self._known, self.exchange.senders, self.exchange.versions
+        known, senders, versions = self._known, self.exchange.senders, self.exchange.workers.versions
         held = self._versions
         self._activate()
         # They come back and say so.
-        self._known, self.exchange.senders, self.exchange.versions = known, senders, versions
+        self._known, self.exchange.senders, self.exchange.workers.versions = known, senders, versions
         self._versions = held
 
     def close(self) -> None:
@@ -119,12 +122,12 @@ class World:
         request.secret = request.secret or self._secret(request)
         parsed = pb.ExchangeRequest.FromString(request.SerializeToString())
         arrived = Arrived(parsed, list(frames), Limits.of(self.spec))
-        if arrived.has_bulk:
+        if kind_of(arrived.kind).has_bulk(arrived.frames):
             validate_upload(arrived)
             store(self.ledger.payloads, [arrived])
         with self.ledger.transaction(synced=False):
             outcome = handle(self.exchange, arrived, self.now_s)
-        self.notices += self.exchange.take_notices()
+        self.notices += self.exchange.notices.take()
         payloads = [read_frame(frame) for frame in outcome.payloads]
         for lease in outcome.reply.lease.leases:
             if lease.prefix_frame:
@@ -140,8 +143,8 @@ class World:
 
     def acknowledge(self, member_id: str, version: Version) -> None:
         """A rollout worker samples from a version."""
-        self._versions[member_id] = self.exchange.versions[member_id] = version
-        self.exchange.note_session(version.session)
+        self._versions[member_id] = self.exchange.workers.versions[member_id] = version
+        self.exchange.workers.note_session(version.session)
 
     def _secret(self, request: pb.ExchangeRequest) -> bytes:
         """Its sender's. A worker that was taken for gone comes back before it hands anything in."""
@@ -149,7 +152,7 @@ class World:
         back = request.WhichOneof("body") in ("group", "lease_return", "score")
         if known is not None and back and self.exchange.senders.get(request.member_id) is None:
             if request.member_id in self._versions:
-                self.exchange.versions[request.member_id] = self._versions[request.member_id]
+                self.exchange.workers.versions[request.member_id] = self._versions[request.member_id]
             return self.enter(request.member_id, known.role).stream.secret
         return known.stream.secret if known is not None else b""
 
@@ -166,7 +169,7 @@ class World:
         with self.ledger.transaction(synced=False):
             released = revoke_from_member(self.exchange, member_id, crashed=crashed)
             self.ledger.evaluations.unpin_member(self.run_id, member_id)
-        self.notices += self.exchange.take_notices()
+        self.notices += self.exchange.notices.take()
         return released
 
     def set_state(self, state: str) -> None:
@@ -200,7 +203,7 @@ class World:
 
     def group(self, group_id: int) -> Any:
         """The row of a group."""
-        row = self.exchange.group(self.run, group_id)
+        row = self.exchange.group_queries.get(self.run.run_id, group_id)
         assert row is not None
         return row
 

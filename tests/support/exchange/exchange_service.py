@@ -12,7 +12,7 @@ from exchange_drivers import World
 
 from paceline.groups import Version
 from paceline.services.common.serving.endpoints import in_brackets, use_ipv6
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.exchange.transport.receiver import DEFAULT_LIMITS, ServerLimits
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.v1 import exchange_pb2 as pb
@@ -94,7 +94,7 @@ class Service:
     def rollout(self, member_id: str, step: int | None = 0) -> Peer:
         """A connection of a rollout worker that holds a version."""
         if step is not None:
-            self.world.exchange.versions[member_id] = Version(1, step)
+            self.world.exchange.workers.versions[member_id] = Version(1, step)
         return self.peer(member_id)
 
     async def _on_notices(self, notices: list[Notice]) -> None:

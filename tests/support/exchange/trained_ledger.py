@@ -10,9 +10,11 @@ import numpy as np
 
 from paceline.data.prompts import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.requests.table import validate_upload
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.transport.dispatch import handle
-from paceline.services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, store
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Introduction, Member
 from paceline.spec import RunSpec
@@ -52,7 +54,7 @@ class Writer:
         for role in ("rollout", "reward", "learner"):
             number = common_pb2.Role.Value(f"ROLE_{role.upper()}")
             self.exchange.senders.enter(Member(role, Introduction(number), 0.0, session=1 if role == "learner" else 0))
-        self.exchange.versions["rollout"] = Version(1, 1)
+        self.exchange.workers.versions["rollout"] = Version(1, 1)
 
     def send(self, member_id: str, frames: list[bytes] | None = None, **body: Any) -> Outcome:
         """Send one request in its own transaction."""

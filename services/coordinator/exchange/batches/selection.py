@@ -1,36 +1,27 @@
-"""Selects the scored groups of a step's batch, computes the batch's metrics, and takes batches apart.
+"""Selects the scored groups of a step's batch, and takes batches apart.
 
 A fixed batch does not change while a session may train it. Before that it can be taken apart because of damaged groups,
 or of groups that a person drops. The next batch of the step is its next revision, with a further link of the chain, and
 the ledger keeps the replaced batch. If the bytes of a group are lost before a session trained it, the group returns to
 `admitted`; a lost prefix is removed, and a sample with a lost turn begins again. If a session has trained the lost
 bytes, the run is paused, because another session would have to train the same bytes.
-
-Suffixes: G groups, C completions of a group, F reward functions.
 """
 
 from __future__ import annotations
 
-import re
 import sqlite3
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
-import numpy as np
-
-from paceline.advantages import Rewards, closed_gates, group_totals, have_advantage
 from paceline.errors import Conflict, InvalidInput
-from paceline.groups import FloatArray
 from paceline.services.coordinator.exchange.admission import must_wait
+from paceline.services.coordinator.exchange.batch_metrics import batch_metrics, sources_of
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, class_of
 from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.ledger.tables.batches import NewBatch, batch_digest, extend_chain
 from paceline.services.coordinator.ledger.tables.episodes import RESTARTED
-from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.v1 import exchange_pb2 as pb
 
 
@@ -38,7 +29,7 @@ def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the next batch, if it was requested and is complete; return whether it was fixed. In one transaction the
     check runs once for all ranks that ask, and again only after a group was scored."""
     row = exchange.ledger.run(run.run_id)
-    if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:
+    if row["next_batch"] not in run.state.first_requested_s or row["next_batch"] > row["next_step"]:
         return False
     due = exchange.ledger.decided(BATCH_DUE, lambda: fix(exchange, run, now_s))
     if due:
@@ -60,17 +51,15 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     replaced = exchange.ledger.batches.last_replaced(run.run_id, step)
     revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
     digest = batch_digest(chosen)
-    wait_s = now_s - exchange.first_requested_s.get(step, now_s)
+    wait_s = now_s - run.state.first_requested_s.get(step, now_s)
     metrics = batch_metrics(run.spec, chosen, step, sources_of(exchange, run, chosen)) | {"learner_wait_s": wait_s}
     batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision)
     exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])
-    exchange.slots_changed()
+    run.state.slots_changed()
     exchange.ledger.update_run(run.run_id, next_batch=step + 1, dropped_in_a_row=0)
     exchange.ledger.invalidate(BATCH_DUE)
-    for times_s in (exchange.first_requested_s, exchange.first_complete_s):
-        for passed in [s for s in times_s if s <= step]:
-            del times_s[passed]
+    run.state.end_requests(step)
     return True
 
 
@@ -86,7 +75,7 @@ def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collect
     exchange.groups.unbatch(run.run_id, step, group_ids)
     ledger.update_run(run.run_id, next_batch=step)
     ledger.invalidate(BATCH_DUE)
-    exchange.slots_changed()
+    run.state.slots_changed()
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
@@ -101,7 +90,7 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
     usable = [group for group in scored if step - group["oldest_step"] <= spec.hard_max_age_steps]
     if len(usable) < run.batch_size:
         return None
-    ready_s = exchange.first_complete_s.setdefault(step, now_s)
+    ready_s = run.state.note_complete(step, now_s)
     if now_s - ready_s < spec.late_wait_s and must_wait(_live(exchange, run), step, run.max_age):
         return None
     return usable[: run.batch_size]
@@ -110,122 +99,8 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
     """Return, for each live group, the step of the oldest version that its tokens can have. Live groups are leased, or
     wait for scores; those leased to suspected workers are left out."""
-    rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
+    rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.workers.suspected
     return [row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected]
-
-
-PERCENTILES = (10, 50, 90)
-"""Percentiles of each reward function's rewards that are reported as metrics."""
-
-
-def batch_metrics(
-    spec: RunSpec,
-    groups: Sequence[sqlite3.Row | Mapping[str, Any]],
-    step: int,
-    sources_G: Sequence[object] | None = None,
-) -> dict[str, float]:
-    """Return the metrics of the batch of `step` by name; `reward` is NaN if no function gave a reward. `sources_G` are
-    the values of `data.source_key`, None without that key. `reward` is the mean over groups of their mean reward;
-    standard deviations are those of a sample (n - 1)."""
-    completions = spec.grpo.num_generations_per_prompt
-    rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
-    rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
-    totals_GC = group_totals(rewards_GCF, spec.rewards, step)
-    numbers_G = [totals_C[~np.isnan(totals_C)] for totals_C in totals_GC]
-    means = [float(numbers.mean()) for numbers in numbers_G if len(numbers)]
-    ages = Counter(step - g["oldest_step"] for g in groups)
-    spread = {"reward_std": _std(totals_GC), "unscored_fraction": float(np.isnan(totals_GC).mean())}
-    if completions > 1:
-        spread["reward_group_std"] = _mean([_std(totals_C) for totals_C in totals_GC])
-        if spec.rewards_decide_advantages and spec.environment.advantage == "outcome":
-            spread["zero_variance_fraction"] = float(np.mean(~have_advantage(rewards_GCF, totals_GC, spec, step)))
-    return {
-        "reward": float(np.mean(means)) if means else float("nan"),
-        "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
-        "trained_tokens": float(sum(g["tokens"] for g in groups)),
-        **(spread if spec.rewards else {}),
-        **_by_function(spec.rewards, rewards_SF, step),
-        **({} if sources_G is None else rewards_by_source(totals_GC, sources_G)),
-        **{f"age/{age}": float(number) for age, number in sorted(ages.items())},
-    }
-
-
-def _by_function(functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int) -> dict[str, float]:
-    """Return each reward function's metrics: rewards before weight and gates, weight, and share of closed gates."""
-    metrics: dict[str, float] = {}
-    closed_SF = closed_gates(rewards_SF, functions)
-    for index, function in enumerate(functions):
-        values_S, label = rewards_SF[:, index], function.label
-        metrics[f"reward/{label}"] = _mean(values_S)
-        metrics[f"reward_std/{label}"] = _std(values_S)
-        metrics[f"unscored_fraction/{label}"] = float(np.isnan(values_S).mean())
-        if len(numbers := _numbers(values_S)):
-            quantiles = np.quantile(numbers, [percentile / 100 for percentile in PERCENTILES])
-            metrics |= {f"reward_p{p}/{label}": float(q) for p, q in zip(PERCENTILES, quantiles, strict=True)}
-        if function.weight_schedule:
-            metrics[f"reward_weight/{label}"] = function.weight_at(step)
-        if function.gate_min is not None:
-            metrics[f"closed_fraction/{label}"] = float(closed_SF[:, index].mean())
-    return metrics
-
-
-def _mean(values: Any) -> float:
-    """Return the mean of the numbers among `values`; NaN if there are none."""
-    numbers = _numbers(values)
-    return float(numbers.mean()) if len(numbers) else float("nan")
-
-
-def _std(values: Any) -> float:
-    """Return the standard deviation of the numbers in `values`: exactly 0 if all are equal, NaN for fewer than two."""
-    numbers = _numbers(values)
-    if len(numbers) < 2:
-        return float("nan")
-    return float(numbers.std(ddof=1)) if (numbers != numbers[0]).any() else 0.0
-
-
-def _numbers(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
-    flat = np.asarray(values, np.float64).ravel()
-    return flat[~np.isnan(flat)]
-
-
-MAX_SOURCES = 32
-"""Largest number of sources with separate metrics. If there are more, the rarest are counted together as `other`."""
-MAX_NAME = 40
-OTHER = "other"
-
-
-def rewards_by_source(totals_GC: Rewards, sources_G: Sequence[object]) -> dict[str, float]:
-    """Return two metrics for each source: `reward_of/<source>`, the mean of its groups' mean rewards, and
-    `groups_of/<source>`, the number of its groups. A group without any reward counts only in the number; a source
-    without any reward has no mean."""
-    names_G = source_names(sources_G)
-    metrics: dict[str, float] = {}
-    for name in sorted(set(names_G)):
-        rows_GC = [totals_C for totals_C, of in zip(totals_GC, names_G, strict=True) if of == name]
-        means = [float(np.nanmean(totals_C)) for totals_C in rows_GC if not np.isnan(totals_C).all()]
-        if means:
-            metrics[f"reward_of/{name}"] = float(np.mean(means))
-        metrics[f"groups_of/{name}"] = float(len(rows_GC))
-    return metrics
-
-
-def source_names(sources: Sequence[object]) -> list[str]:
-    """Return the values of a column as parts of metric names, bounded in length and number; the most frequent are kept."""
-    names = [re.sub(r"[^\w.-]+", "_", str(source))[:MAX_NAME] or "none" for source in sources]
-    counts = Counter(names)
-    if len(counts) <= MAX_SOURCES:
-        return names
-    kept = {name for name, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: MAX_SOURCES - 1]}
-    return [name if name in kept else OTHER for name in names]
-
-
-def sources_of(exchange: Exchange, run: ActiveRun, rows: Sequence[sqlite3.Row]) -> list[object] | None:
-    """Return the source of each group; None if the run has no `data.source_key`."""
-    key = run.spec.data.source_key
-    if key is None:
-        return None
-    values = exchange.group_queries.column_values(run.run_id, [row["group_id"] for row in rows], key)
-    return [values.get(row["group_id"]) for row in rows]
 
 
 REASON = "by_request"
@@ -261,9 +136,9 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
         then = f"{message} when the run has workers"
         exchange.ledger.add_event(run.run_id, "warning", {"message": then})
     elif fix(exchange, run, now_s):
-        exchange.warn(f"{message} without these groups")
+        exchange.notices.warn(f"{message} without these groups")
     else:
-        exchange.warn(f"{message} when enough groups are scored")
+        exchange.notices.warn(f"{message} when enough groups are scored")
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
@@ -271,7 +146,7 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
     if _end_damaged_life(exchange, run, damaged):
         return
     payload = exchange.ledger.damaged_payload(run.run_id, damaged)
-    row = exchange.group(run, payload["group_id"]) if payload else None
+    row = exchange.group_queries.get(run.run_id, payload["group_id"]) if payload else None
     if payload is None or row is None:
         return
     if payload["kind"] == "prefix":
@@ -295,7 +170,7 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
         return
     if row["state"] == State.BATCHED:
         take_apart(exchange, run, row["step"], [row["group_id"]], f"damaged: {damaged}")
-    if row["class"] != "train" and exchange.ledger.evaluations.has_ended(run.run_id, row["class"]):
+    if not class_of(row).trains and exchange.ledger.evaluations.has_ended(run.run_id, row["class"]):
         exchange.drop(run, row, "damaged")  # its evaluation has ended, so nobody would generate it again
         return
     if row["state"] in (State.GENERATED, State.SCORED, State.BATCHED):
@@ -307,7 +182,7 @@ def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord
     """End the life of the sample whose turn cannot be read; return whether the damaged record is a turn. The answer to
     the next turn tells the holder of the lease that the life has ended."""
     turn = exchange.ledger.episodes.damaged(run.run_id, damaged)
-    row = exchange.group(run, turn["group_id"]) if turn is not None else None
+    row = exchange.group_queries.get(run.run_id, turn["group_id"]) if turn is not None else None
     if turn is None or row is None:
         return False
     end_life(exchange, run, row, turn["sample"], RESTARTED, str(damaged))
@@ -325,14 +200,13 @@ def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, 
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:
-    if row["class"] == "train":
-        exchange.ledger.count(run.run_id, "tokens:generated", -row["tokens"])
-        exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])
+    class_of(row).count(exchange, run, "tokens:generated", -row["tokens"])
+    class_of(row).count(exchange, run, "tokens:wasted", row["tokens"])
     exchange.ledger.remove_payloads(run.run_id, row["group_id"])
     exchange.groups.generate_again(run.run_id, row["group_id"])
-    exchange.slots_changed()
+    run.state.slots_changed()
 
 
 def _count(exchange: Exchange, run: ActiveRun, message: str) -> None:
     if number := exchange.count_failure(run, "damaged"):
-        exchange.warn(f"{message} ({number} damaged payloads in this run)")
+        exchange.notices.warn(f"{message} ({number} damaged payloads in this run)")

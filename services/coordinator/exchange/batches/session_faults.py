@@ -12,7 +12,8 @@ from __future__ import annotations
 import sqlite3
 from itertools import takewhile
 
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Training
+from paceline.services.coordinator.exchange.run_state import Training
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.tables.batches import SessionFault
 from paceline.v1 import worker_pb2
 
@@ -34,40 +35,40 @@ ENDED_SILENTLY = "the learner's process ended without a report; the kernel may h
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
     """Note a session's request for its part: the first one shows that the previous session ended at its step."""
-    last = exchange.training
+    last = run.state.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term
     if last is not None and last.session < session:
-        exchange.training = None
+        run.state.note_training(None)
         record(exchange, run, last.session, last.step, SILENT, ENDED_SILENTLY, world_size=last.world_size)
 
 
 def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, world_size: int) -> None:
     served = Training(session, step, world_size)
-    if exchange.training == served:
+    if run.state.training == served:
         return
-    exchange.training = served
+    run.state.note_training(served)
     exchange.ledger.session_faults.set_in_hand(run.run_id, *served)
 
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
     """Note that all ranks of a session trained the step, so it was not the cause of earlier ends."""
-    if exchange.training is not None and exchange.training[:2] == (session, step):
-        exchange.training = None
+    if run.state.training is not None and run.state.training[:2] == (session, step):
+        run.state.note_training(None)
     exchange.ledger.session_faults.remove_step(run.run_id, step)
 
 
 def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
     """Note that the session left normally. Runs inside a transaction."""
-    if exchange.training is not None and exchange.training.session == session:
-        exchange.training = None
+    if run.state.training is not None and run.state.training.session == session:
+        run.state.note_training(None)
     exchange.ledger.session_faults.remove_in_hand(run.run_id, session)
 
 
 def reset(exchange: Exchange, run_id: str) -> None:
     """Reset the count of ended sessions, because a person resumes the run or has changed the batch."""
-    if exchange.is_active(run_id):
-        exchange.training = None
+    if (run := exchange.active) is not None and run.run_id == run_id:
+        run.state.note_training(None)
     exchange.ledger.session_faults.remove_run(run_id)
 
 
@@ -91,12 +92,13 @@ def record(
     report counts, because other ranks fail as a consequence; a lack of memory, however, counts from any rank."""
     fault = SessionFault(session, step, kind, message)
     added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
-    last = exchange.training
+    last = run.state.training
     if last is not None and last.session == session:
-        world_size, exchange.training = last.world_size, None
+        world_size = last.world_size
+        run.state.note_training(None)
     if not added:
         return
-    exchange.warn(f"session {session} of the learner ended at step {step}: {message}")
+    exchange.notices.warn(f"session {session} of the learner ended at step {step}: {message}")
     faults = _in_a_row(exchange, run)
     if len(faults) >= ANY_FAULTS or (
         len({fault.kind for fault in faults[:SAME_FAULTS]}) == 1 and len(faults) >= SAME_FAULTS

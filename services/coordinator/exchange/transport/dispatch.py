@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 from paceline.errors import LedgerFault, WireError
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
-from paceline.services.common.access.rights import EXCHANGE
-from paceline.services.coordinator.exchange import leases, scores, submissions
-from paceline.services.coordinator.exchange.admission import holds_leases
-from paceline.services.coordinator.exchange.batches import delivery
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.replies import Outcome, refuse, stale
+from paceline.services.coordinator.exchange.requests import batch
+from paceline.services.coordinator.exchange.requests.lease import lease_groups
+from paceline.services.coordinator.exchange.requests.table import HOLDERS, KINDS, UNKNOWN, RequestKind, kind_of
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.transport.router_socket import PendingRequest
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.members.registry import Standing
@@ -22,78 +22,50 @@ from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 
-OF_LEASES = ("lease", "group", "lease_return")
-"""Kinds of requests from the workers that hold the run's leases."""
-
-ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not in OF_LEASES}
-"""Role that may send a request. The key is the kind of request; the kinds in OF_LEASES are left out."""
-
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
-    """Answer one request, inside a transaction. A result with payload frames has passed `intake` before. Bad messages
-    are answered `invalid`, outdated ones `stale`; neither changes any state."""
-    request, run = arrived.request, exchange.active
+    """Answer one request, inside a transaction. A result with arrays was checked before. Bad messages are answered
+    `invalid`, outdated ones `stale`; neither changes any state."""
+    run, facts = exchange.active, kind_of(arrived.kind)
     try:
-        if arrived.kind == "lease":
-            return handle_leases(exchange, [arrived])[0]
-        if (refusal := refusal_of_sender(exchange, request) or _refusal(exchange, arrived)) is not None:
+        refusal = refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived, facts)
+        if refusal is not None:
             return refusal
         assert run is not None
-        match arrived.kind:
-            case "group":
-                return submissions.submit_group(exchange, run, arrived)
-            case "lease_return":
-                return submissions.return_lease(exchange, run, arrived)
-            case "turn":
-                return submissions.submit_turn(exchange, run, arrived)
-            case "episode_end":
-                return submissions.end_episode(exchange, run, request)
-            case "task":
-                return scores.assign_tasks(exchange, run, request)
-            case "score":
-                return scores.submit_scores(exchange, run, arrived)
-            case "batch":
-                return delivery.get_batch(exchange, run, request, now_s)
-            case "receipt":
-                return delivery.take_receipt(exchange, run, request)
-            case _:
-                return exchange.refuse(
-                    request, "the request has no body that this coordinator understands; update the older side"
-                )
+        return facts.answer(exchange, run, arrived, now_s)
     except WireError as error:
-        return exchange.refuse(request, str(error))
+        return refuse(arrived.request, str(error))
 
 
 def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outcome]:
     """Answer lease requests of different workers together, inside a transaction."""
-    refusals = [refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests]
+    refusals = [
+        refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived, KINDS["lease"])
+        for arrived in requests
+    ]
     welcome = [arrived.request for arrived, refusal in zip(requests, refusals, strict=True) if refusal is None]
-    outcomes = iter(leases.lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ())
+    outcomes = iter(lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ())
     return [next(outcomes) if refusal is None else refusal for refusal in refusals]
 
 
 def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
     """Refuse a sender that is not (or no longer) a member of this term. Needs no transaction."""
+    term = exchange.ledger.term
     if request.protocol != PROTOCOL:
-        return exchange.refuse(
-            request, f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
-        )
-    if request.term != exchange.ledger.term:
-        return exchange.stale(
-            request,
-            f"term {request.term} is not the coordinator's term {exchange.ledger.term}; the request's term ended when the coordinator restarted",
-        )
+        why = f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
+        return refuse(request, why, term)
+    if request.term != term:
+        why = f"term {request.term} is not the coordinator's term {term}; the request's term ended when the coordinator restarted"
+        return stale(request, why, term)
     standing = exchange.senders.standing(request.member_id, request.secret)
     if standing is Standing.STRANGER:
-        return exchange.refuse(
+        return refuse(
             request,
             f"no member {request.member_id[:64]!r} has the secret of this request; say Hello, and send the "
             "secret of the last Welcome with each request",
         )
     if standing is Standing.EARLIER:
-        outcome = exchange.stale(request, "the request's secret is outdated; wait for the next Welcome")
-        outcome.reply.term = 0
-        return outcome
+        return stale(request, "the request's secret is outdated; wait for the next Welcome", term=0)
     return None
 
 
@@ -107,62 +79,61 @@ def refusal_of_key(exchange: Exchange, request: pb.ExchangeRequest, key: bytes) 
     member = exchange.senders.get(request.member_id)
     if member is not None and member.introduction.exchange_key == key:
         return None
-    return exchange.refuse(
+    return refuse(
         request,
         f"the connection's key does not match the key that member {request.member_id[:64]!r} registered in its Hello; "
         "send over the member's own connection",
     )
 
 
-def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
+def _refusal(exchange: Exchange, arrived: Arrived, facts: RequestKind) -> Outcome | None:
     """Answer a member's request if it needs no handler; return None if it needs one."""
-    request, kind, run = arrived.request, arrived.kind, exchange.active
+    request, run = arrived.request, exchange.active
     if run is None or request.run_id != run.run_id:
-        if kind == "batch":
-            return delivery.end(exchange, request)
-        return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current run")
-    refusal = _refusal_of_wrong_sender(exchange, run, arrived)
+        if arrived.kind == "batch":
+            return batch.end(exchange, request)
+        return stale(request, f"run {request.run_id[:64]!r} is not the current run")
+    refusal = _refusal_of_wrong_sender(exchange, run, arrived, facts)
     if refusal is not None and refusal.reply.status == pb.REPLY_STATUS_INVALID:
-        exchange.note_intruder(kind, request.member_id, refusal.reply.message, "")
+        exchange.note_intruder(arrived.kind, request.member_id, refusal.reply.message, "")
     return refusal
 
 
-def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome | None:
+def _refusal_of_wrong_sender(
+    exchange: Exchange, run: ActiveRun, arrived: Arrived, facts: RequestKind
+) -> Outcome | None:
     """Refuse a member's request that belongs to another role, rank or session."""
     request, kind = arrived.request, arrived.kind
     member = exchange.senders.get(request.member_id)
     assert member is not None, "`refusal_of_sender` is called before"
-    role = ROLES.get(kind, member.role)
-    if kind in OF_LEASES:
-        # A rollout worker's lease request in a run with an environment is answered without leases.
-        is_asking = kind == "lease" and member.role == common_pb2.ROLE_ROLLOUT
-        role = member.role if is_asking else holds_leases(run)
-    elif role == common_pb2.ROLE_ENVIRONMENT and not run.spec.environment.is_used:
-        return exchange.refuse(request, f"a {kind} request is refused, because run {run.run_id} has no environment")
-    if member.role != role:
+    sent_by = member.introduction.role
+    role = run.lease_role if facts.roles is HOLDERS else next(iter(facts.roles), sent_by)
+    if kind == "lease" and sent_by == common_pb2.ROLE_ROLLOUT:
+        role = sent_by  # in a run with an environment it is answered without leases
+    if role == common_pb2.ROLE_ENVIRONMENT and not run.spec.environment.is_used:
+        return refuse(request, f"a {kind} request is refused, because run {run.run_id} has no environment")
+    if sent_by != role:
         name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
-        return exchange.refuse(
+        return refuse(
             request, f"only a {name} worker may send a {kind} request; {member.member_id} is a {member.role_name}"
         )
-    if role != common_pb2.ROLE_LEARNER or kind not in ROLES:
+    if role != common_pb2.ROLE_LEARNER or facts is UNKNOWN:
         return None
     body = request.batch if kind == "batch" else request.receipt
     rank = body.rank
     is_newest = request.session == exchange.ledger.run(request.run_id)["session"]
-    if is_newest and exchange.ranks and body.world_size != exchange.ranks:
-        return exchange.refuse(
+    if is_newest and run.state.ranks and body.world_size != run.state.ranks:
+        return refuse(
             request,
-            f"rank {rank} of {body.world_size} is not a rank of the current learner, which has {exchange.ranks} ranks",
+            f"rank {rank} of {body.world_size} is not a rank of the current learner, which has {run.state.ranks} ranks",
         )
     if rank != member.introduction.rank:
-        return exchange.refuse(
+        return refuse(
             request,
             f"the request has rank {rank}, but {member.member_id} said Hello as rank {member.introduction.rank}",
         )
     if rank == 0 and request.session != member.session:
-        return exchange.stale(
-            request, f"session {request.session} is not (or no longer) a session of {member.member_id}"
-        )
+        return stale(request, f"session {request.session} is not (or no longer) a session of {member.member_id}")
     return None
 
 
@@ -173,12 +144,12 @@ def handle_alone(exchange: Exchange, waiting: PendingRequest, now_s: float) -> O
     """Answer one request in its own savepoint: its fault must not undo the others of the transaction."""
     try:
         with _undone_alone(exchange):
-            return handle(exchange, waiting.arrived, now_s)
+            return handle(exchange, waiting, now_s)
     except (sqlite3.Error, LedgerFault):
         raise  # the ledger itself failed: nothing may be acknowledged any more
     except Exception as error:
         logged = unforeseen.note(f"a {waiting.kind} request", error)
-        return exchange.refuse(waiting.request, f"the coordinator failed on this request: {logged}")
+        return refuse(waiting.request, f"the coordinator failed on this request: {logged}")
 
 
 @contextmanager
@@ -204,6 +175,5 @@ def _undone_alone(exchange: Exchange) -> Iterator[None]:
         with exchange.ledger.savepoint():
             yield
     except BaseException:
-        del exchange.notices[notices:]
-        exchange.slots_changed()
+        exchange.undo(notices)
         raise

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.coordinator.exchange.replies import refuse
+from paceline.services.coordinator.exchange.requests.table import kind_of
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.exchange.transport.dispatch import is_introduction, refusal_of_key, refusal_of_sender
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
@@ -22,7 +24,6 @@ from paceline.services.coordinator.exchange.transport.router_socket import (
     parse,
 )
 from paceline.services.coordinator.exchange.uploads.intake import Limits
-from paceline.services.coordinator.ledger.groups import State
 from paceline.v1 import exchange_pb2 as pb
 
 MAX_RECEIVED_AT_ONCE = 64
@@ -56,6 +57,7 @@ class Receiver:
         self,
         exchange: Exchange,
         socket: ExchangeSocket,
+        request_filter: RequestFilter,
         checks: PipelineThread[PendingRequest],
         queue: Callable[[Sequence[PendingRequest]], None],
         limits: ServerLimits = DEFAULT_LIMITS,
@@ -65,7 +67,7 @@ class Receiver:
         self._checks, self._queue = checks, queue
         self._readable, self._room = asyncio.Event(), asyncio.Event()
         self._limits = limits
-        self.filter = RequestFilter(exchange, limits.unanswered)
+        self.filter = request_filter
         self.pending_bytes = 0
         """Number of bytes of results with arrays that are not answered yet."""
 
@@ -118,7 +120,7 @@ class Receiver:
             waiting = parse(message, self._limits.wait_s)
         except WireError as error:
             seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
-            reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
+            reply = refuse(pb.ExchangeRequest(), str(error), self._exchange.ledger.term).reply
             self._socket.note_message(message, of_member=False)
             self._socket.send(message.identity, reply)
             return
@@ -135,41 +137,24 @@ class Receiver:
         if refusal is None and introduction:
             return
         if refusal is None and (fault := self.filter.fault(waiting)):
-            refusal = self._exchange.refuse(waiting.request, fault)
+            refusal = refuse(waiting.request, fault)
         if refusal is not None:  # before any part of it is stored or parked
             self._socket.send(waiting.identity, refusal.reply)
             return
-        arrived = waiting.arrived
-        if arrived.has_bulk and self.filter.join_under_way(waiting):
+        if waiting.has_bulk and self.filter.join_under_way(waiting):
             return
-        decided = arrived.has_bulk and self.filter.is_decided(waiting)
-        if decided:  # its arrays are not needed: handled as a request without any
-            arrived.is_decided, arrived.frames, waiting.size = True, [], 0
+        if waiting.has_bulk and self.filter.is_decided(waiting):
+            # Its arrays are not needed: it is handled as a request without any.
+            waiting.is_decided, waiting.frames = True, []
         self.filter.let_in(waiting)
-        if arrived.has_bulk and not decided:
+        if waiting.has_bulk:
             run = self._exchange.active
-            arrived.limits = Limits.of(run.spec) if run is not None else None
+            waiting.limits = Limits.of(run.spec) if run is not None else None
             self.pending_bytes += waiting.size
             self._checks.put(waiting)
         else:
             self._queue([waiting])
 
-
-FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
-"""Largest number of payload frames of a request. The key is the kind of request; other kinds have none."""
-
-SMALL_HEADER_BYTES = 256 << 10
-MAX_HEADER_BYTES = {
-    "lease": SMALL_HEADER_BYTES,
-    "task": SMALL_HEADER_BYTES,
-    "batch": SMALL_HEADER_BYTES,
-    "lease_return": SMALL_HEADER_BYTES,
-    "turn": SMALL_HEADER_BYTES,
-    "episode_end": SMALL_HEADER_BYTES,
-}
-"""Largest number of bytes of a request's first frame. The key is a kind of request that is parked or not budgeted."""
-
-DEFAULT_HEADER_BYTES = 4 << 20
 
 TEXTS_HEADER_BYTES = 64 << 20
 """Largest number of header bytes of a lease returned with samples; their texts count as bytes to be stored."""
@@ -193,12 +178,12 @@ class RequestFilter:
 
     def fault(self, waiting: PendingRequest) -> str:
         """Return why a member's request is refused; empty if it is accepted."""
-        request, kind, frames = waiting.request, waiting.kind, waiting.arrived.frames
-        allowed = FRAMES.get(kind, 0)
-        if len(frames) > allowed:
-            return f"a {kind} request has {allowed} payload frames at most, not {len(frames)}"
+        request, kind, frames = waiting.request, waiting.kind, waiting.frames
+        facts = kind_of(kind)
+        if len(frames) > facts.frames:
+            return f"a {kind} request has {facts.frames} payload frames at most, not {len(frames)}"
         brings_texts = kind == "lease_return" and frames
-        most = TEXTS_HEADER_BYTES if brings_texts else MAX_HEADER_BYTES.get(kind, DEFAULT_HEADER_BYTES)
+        most = TEXTS_HEADER_BYTES if brings_texts else facts.header_bytes
         if waiting.header_size > most:
             return f"the header of a {kind} request has {most} bytes at most, not {waiting.header_size}"
         if kind in ("lease", "task"):
@@ -227,24 +212,13 @@ class RequestFilter:
         run, request, kind = self._exchange.active, waiting.request, waiting.kind
         if not request.again or run is None or run.run_id != request.run_id:
             return False
-        submission = getattr(request, kind)
-        row = self._exchange.group(run, submission.group_id)
-        if row is None:
-            return True
-        if kind == "group":
-            return row["state"] not in (State.ADMITTED, State.LEASED) and bool(row["digest"] == submission.digest)
-        if kind == "score":
-            return bool(row["state"] != State.GENERATED)
-        if kind == "turn":
-            turn = request.turn
-            last = self._exchange.ledger.episodes.last_turn(run.run_id, turn.group_id, turn.sample, turn.life)
-            return last is not None and bool(last["turn"] >= turn.index)
-        return bool(row["state"] != State.LEASED or row["attempt"] != submission.attempt)
+        row = self._exchange.group_queries.get(run.run_id, getattr(request, kind).group_id)
+        return row is None or kind_of(kind).is_decided(self._exchange, run, request, row)
 
     def let_in(self, waiting: PendingRequest) -> None:
         waiting.is_counted = True
         self.unanswered[waiting.request.member_id] += 1
-        if waiting.arrived.has_bulk:
+        if waiting.has_bulk:
             self.under_way.setdefault(_key(waiting), waiting)
 
     def finished(self, waiting: PendingRequest) -> None:
@@ -255,7 +229,7 @@ class RequestFilter:
         self.unanswered[member_id] -= 1
         if not self.unanswered[member_id]:
             del self.unanswered[member_id]
-        if waiting.arrived.has_bulk and self.under_way.get(_key(waiting)) is waiting:
+        if waiting.has_bulk and self.under_way.get(_key(waiting)) is waiting:
             del self.under_way[_key(waiting)]
 
 

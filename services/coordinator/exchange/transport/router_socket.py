@@ -24,6 +24,7 @@ from paceline.array_frames import Buffer
 from paceline.errors import Conflict
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.serving.endpoints import in_brackets, use_ipv6, watch
+from paceline.services.coordinator.exchange.requests.table import kind_of
 from paceline.services.coordinator.exchange.transport.connections import DEFAULT_LIMITS, ConnectionLimits, Connections
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
@@ -60,24 +61,25 @@ FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DET
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
-@dataclass
-class PendingRequest:
+@dataclass(kw_only=True)
+class PendingRequest(Arrived):
+    """A request that waits for its answer. Its sender is connected as `identity`."""
+
     identity: bytes
-    arrived: Arrived
     deadline_s: float
-    size: int = 0
-    """Size of the request's frames together, in bytes."""
-    header_size: int = 0
+    header_size: int
     is_counted: bool = False
     """True while the request counts as an unanswered request of its member."""
 
     @property
-    def request(self) -> pb.ExchangeRequest:
-        return self.arrived.request
+    def has_bulk(self) -> bool:
+        """True if the request has arrays to be stored before its transaction."""
+        return not self.is_decided and kind_of(self.kind).has_bulk(self.frames)
 
     @property
-    def kind(self) -> str:
-        return self.arrived.kind
+    def size(self) -> int:
+        """Size of the request's frames together, in bytes."""
+        return self.header_size + sum(map(len, self.frames))
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -268,8 +270,13 @@ def _source(frame: zmq.Frame) -> int:
 
 def parse(message: Message, max_wait_s: float) -> PendingRequest:
     """Return the request in a message, to be parked for at most `max_wait_s`. Raises WireError."""
-    arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
-    # In this order, NaN becomes the limit.
-    wait_s = min(max_wait_s, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
-    deadline_s = time.monotonic() + wait_s
-    return PendingRequest(message.identity, arrived, deadline_s, message.size, len(message.header))
+    request = parse_message(pb.ExchangeRequest, message.header)
+    body = getattr(request, request.WhichOneof("body") or "", None)
+    wait_s = min(max_wait_s, getattr(body, "wait_s", 0.0))  # in this order, NaN becomes the limit
+    return PendingRequest(
+        request,
+        message.payloads,
+        identity=message.identity,
+        deadline_s=time.monotonic() + wait_s,
+        header_size=len(message.header),
+    )

@@ -28,11 +28,10 @@ from paceline.encryption.storage_key import StorageKey
 from paceline.groups import IntArray
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.processes.tether import tethered
-from paceline.services.coordinator.exchange.state import MAX_GROUP_ID
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.exchange.uploads.prompt_encoder import prompt_digest
 from paceline.services.coordinator.ledger import database
-from paceline.services.coordinator.ledger.group_queries import GroupQueries
+from paceline.services.coordinator.ledger.group_queries import MAX_GROUP_ID, GroupQueries
 from paceline.spec import PolicySection, RunSpec
 from paceline.user_code.surroundings import passed_variables
 
@@ -41,7 +40,6 @@ LOAD_S = 60.0
 
 ANSWER_S = 10.0
 """Seconds within which the child must answer."""
-
 
 CHILD = "paceline.services.coordinator.exchange.uploads.prompt_encoder"
 CHILD_VARIABLES = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
@@ -110,15 +108,16 @@ class PromptCheck:
     def validate_upload(self, arrived: Arrived) -> None:
         """Set the fault of an upload whose prompt differs from its lease's. An unexpected error is logged, and the
         prompt is accepted without a comparison, because every other group waits for this thread."""
-        if arrived.group is None:
+        if arrived.uploaded is None:
             return
         try:
-            fault = self.fault(arrived.request.run_id, arrived.group.group_id, arrived.group.prompt_ids)
+            group = arrived.uploaded.group
+            fault = self.fault(arrived.request.run_id, group.group_id, group.prompt_ids)
         except Exception as error:
             unforeseen.note("the comparison of a prompt", error)
             return
         if fault:
-            arrived.fault, arrived.group, arrived.record = fault, None, None
+            arrived.fault, arrived.uploaded, arrived.record = fault, None, None
 
     def take_warnings(self) -> list[str]:
         warnings, self._warnings = self._warnings, []

@@ -20,10 +20,11 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 import paceline.v1
 from paceline.calls.token import metadata
 from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.rights import EXCHANGE, RPCS, CallerRole
+from paceline.services.common.access.rights import RPCS, CallerRole
 from paceline.services.common.access.token_guard import Call, TokenGuard, worker_guard
 from paceline.services.common.access.token_table import create
 from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.coordinator.exchange.requests.table import KINDS
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.main import CoordinatorService
@@ -70,7 +71,7 @@ def test_calls_without_side_effects_change_nothing_and_some_role_may_make_each()
 
 def test_every_kind_of_exchange_request_has_a_row() -> None:
     kinds = exchange_pb2.ExchangeRequest.DESCRIPTOR.oneofs_by_name["body"].fields
-    assert set(EXCHANGE) == {kind.name for kind in kinds}
+    assert set(KINDS) == {kind.name for kind in kinds}
 
 
 @pytest.fixture
@@ -179,10 +180,10 @@ ROLES = [role for role in common_pb2.Role.values() if role != common_pb2.ROLE_UN
 
 def test_the_exchange_permits_what_the_table_says(make_world: Any) -> None:
     """A run's leases are either rollout workers' or environment workers', so both kinds of runs are tried."""
-    permitted: dict[str, set[int]] = {kind: set() for kind in EXCHANGE}
+    permitted: dict[str, set[int]] = {kind: set() for kind in KINDS}
     for sections in ({}, ENVIRONMENT):
         world = make_world(**sections)
-        for kind in EXCHANGE:
+        for kind in KINDS:
             for role in ROLES:
                 member_id = f"m-{kind}-{role}"
                 world.enter(member_id, role)
@@ -192,4 +193,4 @@ def test_the_exchange_permits_what_the_table_says(make_world: Any) -> None:
                 message = arrived.reply.message
                 if "worker may send" not in message and "has no environment" not in message:
                     permitted[kind].add(role)
-    assert permitted == {kind: set(roles) for kind, roles in EXCHANGE.items()}
+    assert permitted == {name: set(kind.roles) for name, kind in KINDS.items()}

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[4]
 
 PRODUCERS = {
     "train": {
-        "services/coordinator/exchange/batches/selection.py": ("batch_metrics", "fix"),
+        "services/coordinator/exchange/batch_metrics.py": ("batch_metrics",),
+        "services/coordinator/exchange/batches/selection.py": ("fix",),
         "services/learner/training/run_reports.py": ("completion_metrics", "collective_time"),
         "learner/step/plan.py": ("batch_metrics",),
         "learner/step/trainer.py": ("train_step", "_metrics", "_accumulate_gradients"),

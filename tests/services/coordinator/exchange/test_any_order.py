@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.exchange import failure_causes
-from paceline.services.coordinator.exchange.state import Outcome
+from paceline.services.coordinator.exchange.replies import Outcome
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb

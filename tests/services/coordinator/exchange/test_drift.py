@@ -9,13 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from paceline.services.coordinator.exchange.spot_check import (
-    MAX_WORKERS,
-    DriftTest,
-    Finding,
-    Observation,
-    SpotCheck,
-)
+from paceline.services.coordinator.exchange.spot_check import MAX_WORKERS, DriftTest, Finding, Observation, SpotCheck
 
 GROUPS = 10_000
 AT_ONCE = 250

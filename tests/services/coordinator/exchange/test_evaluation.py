@@ -400,7 +400,7 @@ def test_an_evaluation_whose_prompts_cannot_be_read_is_left_out(make_world: Make
     rows = validation.read_bytes()
     validation.write_bytes(b"")
     world.begin_evaluation(0)
-    (notice,) = world.exchange.take_notices()
+    (notice,) = world.exchange.notices.take()
     assert notice.content["message"].startswith(
         "the evaluation of version 0 is skipped, because its prompts cannot be read: row 0 of "
     )

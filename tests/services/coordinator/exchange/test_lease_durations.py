@@ -20,12 +20,7 @@ from exchange_drivers import (
 
 from paceline.groups import Version
 from paceline.services.coordinator.exchange import leases
-from paceline.services.coordinator.exchange.lease_durations import (
-    LIMIT_S,
-    MIN_RESULTS,
-    NO_MEDIAN_S,
-    LeaseDurations,
-)
+from paceline.services.coordinator.exchange.workers import LIMIT_S, MIN_RESULTS, NO_MEDIAN_S, LeaseDurations
 from paceline.services.coordinator.members.registry import Fault
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
@@ -168,7 +163,7 @@ def take_overdue(world: World, *member_ids: str) -> None:
     found = [(member_id, "it sleeps") for member_id in member_ids]
     with world.ledger.transaction():
         leases.revoke_overdue(world.exchange, world.run, found)
-    world.notices += world.exchange.take_notices()
+    world.notices += world.exchange.notices.take()
 
 
 def test_its_leases_go_to_others_and_it_gets_none_before_it_submits_one(world: World) -> None:
@@ -212,7 +207,7 @@ def test_refused_results_are_counted(world: World) -> None:
     (lease,) = idle.lease()
     busy.lease()
     for _ in range(MIN_RESULTS):
-        world.exchange.lease_durations.note_submission("busy", 99, 1)
+        world.exchange.workers.lease_durations.note_submission("busy", 99, 1)
     bad = make_completion(Version(1, 0), 17, 0)
     request, frames = group_result(lease.group_id, 1, [bad, bad])
     request.member_id = "sick"
@@ -283,7 +278,7 @@ def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) 
     assert idle.score(first) == DUPLICATE  # late, and not the first
     assert "idle has submitted scores and gets tasks again" in world.kinds("warning")[-1]["message"]
     assert idle.score(second) == COMMITTED  # late, but the first
-    assert world.exchange.overdue == set()
+    assert world.exchange.workers.overdue == set()
 
 
 def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> None:
@@ -307,7 +302,7 @@ class Idle(LeaseDurations):
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path) -> None:
     plane = await Plane.started(tmp_path)
     plane.coordinator.pool.overdue_check_s = 0.0
-    plane.coordinator.exchange.lease_durations = Idle()
+    plane.coordinator.exchange.workers.lease_durations = Idle()
     try:
         run = await plane.submit()
         plane.run_loops()
@@ -319,6 +314,6 @@ async def test_the_pool_takes_them_and_says_so(tmp_path: Path) -> None:
             message="idle gets no lease before it submits a group, and other workers get the 0 groups that it holds: "
             "the worker has submitted nothing for 99 s",
         )
-        assert plane.coordinator.exchange.overdue == {"idle"}
+        assert plane.coordinator.exchange.workers.overdue == {"idle"}
     finally:
         await plane.stop()

@@ -455,7 +455,7 @@ def test_prompts_of_a_stream_are_admitted_as_it_is_read_and_resume(make_world: M
         Rollout(world, "other").ask(64)
         settle()
     assert before < len(world.states()) == 8, "the run has 4 steps of 2 groups"
-    assert world.exchange.unreadable_data == ""
+    assert world.exchange.active.state.unreadable_data == ""
     admitted = [json.loads(world.exchange.group_queries.prompt(world.run_id, n) or "") for n in range(8)]
     assert sorted(admitted[:3]) == ["p0", "p1", "p2"]
     assert sorted(admitted[:6]) == [f"p{n}" for n in range(6)]

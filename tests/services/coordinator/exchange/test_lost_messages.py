@@ -10,6 +10,7 @@ import safetensors.numpy
 from exchange_drivers import COMMITTED, INVALID, PROMPT_IDS, STALE, Learner, Reward, Rollout, World, fill
 
 from paceline.services.coordinator.exchange import leases
+from paceline.services.coordinator.exchange.requests.lease import lease_groups
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 
@@ -158,7 +159,7 @@ def test_workers_that_ask_together_get_what_is_theirs_by_version_and_by_record(w
         for worker, room in ((old, 2), (new, 4), (lost, 2))
     ]
     with world.ledger.transaction():
-        none, two, one = leases.lease_groups(world.exchange, world.run, asked)
+        none, two, one = lease_groups(world.exchange, world.run, asked)
     assert (none.empty, list(none.reply.lease.leases)) == (True, [])
     assert [lease.group_id for lease in two.reply.lease.leases] == [forgotten.group_id, 1]
     assert [lease.attempt for lease in two.reply.lease.leases] == [2, 1]
@@ -218,7 +219,7 @@ def test_the_exchange_keeps_nothing_of_what_is_over(make_world: Any) -> None:
             learner.ask(step + 1)
             learner.ask(step + 10**6)
             learner.train(step)
-        return sizes(world.exchange) | sizes(world.run)
+        return sizes(world.exchange) | sizes(world.exchange.workers) | sizes(world.run) | sizes(world.run.state)
 
     early = train(range(3))
     assert train(range(3, 60)) == early
@@ -237,8 +238,8 @@ def test_a_silent_worker_does_not_take_up_again_leases_of_others(world: World) -
         )
         for worker, ids in ((other, []), (silent, held))
     ]
-    world.exchange.suspected.add("silent")
+    world.exchange.workers.suspected.add("silent")
     with world.ledger.transaction():
         assert leases.revoke_work(world.exchange, ["silent"], with_leases=True) == len(held)
-        others, _ = leases.lease_groups(world.exchange, world.run, asked)
+        others, _ = lease_groups(world.exchange, world.run, asked)
     assert [lease.group_id for lease in others.reply.lease.leases] == held

@@ -264,7 +264,7 @@ def test_groups_that_fail_for_one_cause_pause_the_run_and_later_ones_wait_for_th
     assert reward.tasks() == []
     with world.ledger.transaction():
         world.ledger.update_run("test-1", state="running", message="", dropped_in_a_row=0)
-        world.exchange.clear_failures(first_group=0)
+        world.run.state.clear_failures(first_group=0)
     again = reward.tasks()
     assert [task.group_id for task in again] == [task.group_id for task in later]
     assert {world.group(task.group_id)["score_failures"] for task in again} == {0}

@@ -3,11 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.services.coordinator.exchange.batches.selection import (
-    MAX_SOURCES,
-    rewards_by_source,
-    source_names,
-)
+from paceline.services.coordinator.exchange.batch_metrics import MAX_SOURCES, rewards_by_source, source_names
 
 NAN = float("nan")
 

@@ -118,7 +118,7 @@ def test_a_part_is_for_the_rank_that_said_hello_as_it(world: World) -> None:
 def test_nothing_is_for_a_rank_that_the_learner_does_not_have(world: World) -> None:
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     fill(rollout, reward, 2)
-    world.exchange.ranks = 1
+    world.exchange.active.state.ranks = 1
     part = learner.part(0)
     assert part is not None
     world.enter("liar", common_pb2.ROLE_LEARNER, rank=1)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from exchange_drivers import Reward, Rollout, World, fill, make_spec
 
-from paceline.services.coordinator.exchange.lease_durations import Throughput
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.workers import Throughput
 from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.reporting.run_log import RunLog, SamplingPace
 from paceline.v1 import common_pb2
@@ -21,7 +21,7 @@ def test_groups_count_where_they_are_committed_and_once(tmp_path: Path) -> None:
     (lease,) = rollout.lease()
     rollout.finish(lease)
     rollout.finish(lease)  # sent again, because the reply was lost
-    throughput = world.exchange.throughput
+    throughput = world.exchange.workers.throughput
     assert dict(throughput.generated) == {"a": 3.0}
     assert dict(throughput.scored) == {"r": 2.0}
     books = world.ledger.token_books(world.run_id)

@@ -20,8 +20,9 @@ from episode_drivers import (
 from exchange_drivers import COMMITTED, INVALID, STALE, MakeWorld, Rollout, World, group_result
 
 from paceline.groups import Version, VersionSpan
-from paceline.services.coordinator.exchange import leases, turn_logs
+from paceline.services.coordinator.exchange import turn_logs
 from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.requests import lease as lease_requests
 from paceline.services.coordinator.ledger import segments
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_result
@@ -212,7 +213,7 @@ def test_a_turn_that_cannot_be_read_begins_its_sample_again(world: World) -> Non
 
 
 def test_large_turn_logs_come_one_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_TURN_LOG_BYTES", 100)
+    monkeypatch.setattr(lease_requests, "MAX_TURN_LOG_BYTES", 100)
     serving_rollout(world)
     worker = EnvironmentWorker(world)
     for held in worker.lease(8):

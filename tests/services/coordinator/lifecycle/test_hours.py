@@ -29,14 +29,14 @@ async def test_the_run_ends_after_the_newest_fixed_batch(plane: Plane) -> None:
         plane.ledger.update_run(run_id, next_step=2, next_batch=3)
     exchange = plane.coordinator.exchange
     await hours.check(0.4 * HOUR_S)
-    assert exchange.end_step == 0
+    assert exchange.active.state.end_step == 0
     await hours.check(0.5 * HOUR_S)
-    assert exchange.end_step == plane.ledger.end_step(run_id) == 3
+    assert exchange.active.state.end_step == plane.ledger.end_step(run_id) == 3
     last = plane.ledger.run(run_id)["max_num_steps"]
     assert plane.ledger.run(run_id)["message"] == f"the max_hours of 0.5 are over: the run ends after step 3 of {last}"
     assert exchange.active is not None
     assert exchange.takes_no_work(exchange.active), "no group is leased that no step needs"
-    assert exchange.num_steps(exchange.active) == 3
+    assert exchange.active.num_steps == 3
 
 
 async def test_pauses_and_lives_before_do_and_do_not_count(plane: Plane) -> None:
@@ -65,7 +65,7 @@ async def test_a_new_coordinator_keeps_the_end(tmp_path: Path) -> None:
     again = await Plane.started(tmp_path)
     try:
         owner: Coordinator = again.coordinator
-        assert (owner.exchange.active and owner.exchange.active.run_id, owner.exchange.end_step) == (
+        assert (owner.exchange.active and owner.exchange.active.run_id, owner.exchange.active.state.end_step) == (
             run_id,
             2,
         )

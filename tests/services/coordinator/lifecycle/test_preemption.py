@@ -8,7 +8,7 @@ import time
 from control_plane import DEADLINE_S, Plane, Worker, learner, refusal, rollout
 
 from paceline.services.coordinator.audit.verify import verify
-from paceline.services.coordinator.exchange import leases
+from paceline.services.coordinator.exchange.requests.lease import admit
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.preemption import CHECKPOINT_WAIT_S
 from paceline.services.coordinator.lifecycle.run_start import recover
@@ -59,7 +59,7 @@ async def test_a_run_without_a_learner_yields_at_once_and_goes_on_later(running:
     async with owner.context.lock:
         with plane.ledger.transaction():
             assert owner.exchange.active is not None
-            leases.admit(owner.exchange, owner.exchange.active, 4)
+            admit(owner.exchange, owner.exchange.active, 4)
     urgent = (await plane.submit(priority=1)).run_id
     await becomes(plane, urgent, "running")
     row = plane.ledger.run(run_id)
@@ -68,7 +68,7 @@ async def test_a_run_without_a_learner_yields_at_once_and_goes_on_later(running:
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
     await becomes(plane, run_id, "running")
     assert plane.ledger.run(run_id)["message"] == ""
-    assert owner.exchange.yields_to == ""
+    assert owner.exchange.active.state.yields_to == ""
     assert verify(plane.ledger, run_id).problems == []
 
 
@@ -122,7 +122,7 @@ async def test_a_run_goes_on_when_the_urgent_one_is_cancelled(running: tuple[Pla
     await trainer.hear("checkpoint")
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
     await plane.coordinator.runs.preemption.check()
-    assert exchange.yields_to == ""
+    assert exchange.active.state.yields_to == ""
     assert exchange.active is not None
     assert not exchange.takes_no_work(exchange.active)
     assert states(plane.ledger)[run_id] == "running"
@@ -133,10 +133,10 @@ async def test_the_run_that_goes_first_is_named_when_it_changes(running: tuple[P
     trainer, exchange = await training(plane, run_id), plane.coordinator.exchange
     urgent, other = (await plane.submit(priority=2)).run_id, (await plane.submit(priority=1)).run_id
     await trainer.hear("checkpoint")
-    assert exchange.yields_to == urgent
+    assert exchange.active.state.yields_to == urgent
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
     await plane.coordinator.runs.preemption.check()
-    assert exchange.yields_to == other
+    assert exchange.active.state.yields_to == other
     newest = plane.ledger.events(run_id, 0)[-1]
     assert f"run {other} of priority 1 goes first" in newest["json"]
 
@@ -145,7 +145,7 @@ async def test_an_equal_priority_waits(running: tuple[Plane, str]) -> None:
     plane, run_id = running
     other = (await plane.submit(priority=0)).run_id
     await plane.coordinator.runs.preemption.check()
-    assert plane.coordinator.exchange.yields_to == ""
+    assert plane.coordinator.exchange.active.state.yields_to == ""
     assert states(plane.ledger) == {run_id: "running", other: "queued"}
 
 
@@ -226,7 +226,7 @@ async def test_a_run_that_is_retried_by_itself_keeps_its_place(running: tuple[Pl
     await plane.coordinator.runs.states.pause_on_fault(run_id, "no room", retried=True)
     other = (await plane.submit(priority=0)).run_id
     await plane.coordinator.runs.preemption.check()
-    assert plane.coordinator.exchange.yields_to == ""
+    assert plane.coordinator.exchange.active.state.yields_to == ""
     assert states(plane.ledger) == {run_id: "paused", other: "queued"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from control_plane import Plane
 from paused_runs import state_of
 
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.lifecycle.commands import changed_function_warnings, function_digests
 from paceline.spec import RewardFunctionSection
 from paceline.v1 import run_pb2
@@ -26,7 +26,7 @@ async def pause(plane: Plane, run_id: str, reason: str = "bad_prompt") -> None:
             plane.ledger.update_run(run_id, dropped_in_a_row=7)
             plane.ledger.count(run_id, f"failures:{reason}", 4)
             coordinator.exchange.pause(run, "4 groups in a row were dropped", reason)
-        notices = coordinator.exchange.take_notices()
+        notices = coordinator.exchange.notices.take()
     await coordinator.runs.act_on(notices)
 
 
@@ -80,7 +80,7 @@ async def test_groups_that_were_admitted_before_do_not_pause_the_run_again(
     with plane.ledger.transaction():
         plane.ledger.count(run_id, "groups:ever_admitted", 5)
     await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
-    drops = plane.coordinator.exchange.drops_in_a_row
+    drops = plane.coordinator.exchange.active.state.drops_in_a_row
     for group_id in range(20):
         drops.add(group_id % 5, "bad_prompt", "the old prompts")
     assert drops.number == 0

@@ -6,7 +6,7 @@ import pytest
 from control_plane import Plane, Worker, ack, learner, offer, rollout
 
 from paceline.services.coordinator.audit.verify import verify
-from paceline.services.coordinator.exchange import leases
+from paceline.services.coordinator.exchange.requests.lease import admit
 from paceline.services.coordinator.lifecycle import runs
 from paceline.v1 import run_pb2, worker_pb2
 
@@ -17,7 +17,7 @@ async def test_a_failed_run_keeps_its_groups_until_it_is_cancelled(running: tupl
     async with owner.context.lock:
         with ledger.transaction():
             assert owner.exchange.active is not None
-            leases.admit(owner.exchange, owner.exchange.active, 4)
+            admit(owner.exchange, owner.exchange.active, 4)
             ledger.db.execute(
                 "UPDATE groups SET state = 'leased', member_id = 'rollout-1' WHERE group_id = 0 AND run_id = ?",
                 (run_id,),

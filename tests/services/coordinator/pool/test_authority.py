@@ -60,7 +60,7 @@ async def test_an_acknowledgement_counts_from_whom_it_was_offered_to(plane: Plan
     told = (await trainer.hear("weight_acks")).acks
     assert [(said.member_id, said.version.step) for said in told] == [("rollout-1", 0)]
     assert plane.ledger.run(run.run_id)["published_step"] == 0
-    assert plane.coordinator.exchange.versions == {"rollout-1": (1, 0)}
+    assert plane.coordinator.exchange.workers.versions == {"rollout-1": (1, 0)}
 
 
 async def test_an_acknowledgement_after_the_end_of_its_run_is_no_warning(
@@ -242,7 +242,7 @@ async def test_a_further_rank_than_the_learner_has_ends_no_session(plane: Plane)
     assert member is not None
     assert (member.session, plane.ledger.run(run.run_id)["session"]) == (1, 1)
     assert plane.ledger.run(run.run_id)["state"] == "running"
-    assert plane.coordinator.exchange.ranks == 1
+    assert plane.coordinator.exchange.active.state.ranks == 1
 
 
 async def test_an_unforeseen_exception_ends_its_senders_stream_and_nothing_else(

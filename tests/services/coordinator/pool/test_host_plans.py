@@ -20,7 +20,9 @@ class Bench:
         self.members = Members(10.0)
         self.offered: list[tuple[str, Version]] = []
         run = SimpleNamespace(run_id="run", spec=SimpleNamespace(weights=SimpleNamespace(max_wait_s=30.0)))
-        exchange: Any = SimpleNamespace(active=run, offer=lambda i, version: self.offered.append((i, version)))
+        exchange: Any = SimpleNamespace(
+            active=run, workers=SimpleNamespace(offer=lambda *offer: self.offered.append(offer))
+        )
         self.learner = Member("learner", Introduction(common_pb2.ROLE_LEARNER), 0.0)
         self.plans = HostPlans(self.members, exchange, lambda: self.learner)
 

@@ -13,6 +13,7 @@ import pytest
 from control_plane import DEADLINE_S, Plane, Worker, ack, learner, offer, refusal, rollout
 
 from paceline.services.common.worker.membership import Membership
+from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.v1 import common_pb2, run_pb2, worker_pb2
 from paceline.wire import PROTOCOL
@@ -120,6 +121,23 @@ async def test_the_learner_gets_a_session_and_the_next_one_another(plane: Plane)
     assert (assignment.session, assignment.start_step, assignment.checkpoint_path) == (2, 0, "")
 
 
+async def test_no_session_begins_of_a_run_that_stopped_while_its_checkpoints_were_read(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await plane.run_one()
+    assignments, exchange = plane.coordinator.pool.assignments, plane.coordinator.exchange
+
+    async def stop(active: ActiveRun) -> None:
+        with plane.ledger.transaction():
+            exchange.stop_work(active.run_id)
+
+    monkeypatch.setattr(assignments, "_check_checkpoints", stop)
+    await learner(plane).hear("welcome")
+    await assignments.assign_learner()
+    assert exchange.active is None
+    assert plane.ledger.run(run.run_id)["session"] == 0
+
+
 async def test_a_learner_that_comes_back_keeps_its_session(plane: Plane) -> None:
     run = await plane.run_one()
     first = learner(plane)
@@ -189,10 +207,10 @@ async def test_an_epoch_names_who_is_ready(plane: Plane) -> None:
     await worker.hear("weight_offer")
     worker.say(weight_ack=ack(run.run_id, 1, 0))
     assert [said.member_id for said in (await trainer.hear("weight_acks")).acks] == ["rollout-1"]
-    assert plane.coordinator.exchange.versions == {"rollout-1": (1, 0)}
+    assert plane.coordinator.exchange.workers.versions == {"rollout-1": (1, 0)}
     worker.say(leave=worker_pb2.Leave())
     await trainer.hear_epoch()
-    assert plane.coordinator.exchange.versions == {}
+    assert plane.coordinator.exchange.workers.versions == {}
 
 
 async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_again(plane: Plane) -> None:
@@ -238,10 +256,10 @@ async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(p
     worker.hang_up()
     await trainer.hear_epoch()
     await plane.watch_until(run.run_id, "member", what="suspected: its stream broke")
-    assert plane.coordinator.exchange.suspected == {"rollout-1"}  # no batch waits for its groups
+    assert plane.coordinator.exchange.workers.suspected == {"rollout-1"}  # no batch waits for its groups
     again = rollout(plane, secret=worker.secret)
     await again.hear("run")
-    assert plane.coordinator.exchange.suspected == set()
+    assert plane.coordinator.exchange.workers.suspected == set()
     again.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
     await trainer.hear_epoch("rollout-1")
 
@@ -255,12 +273,14 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(plane: Plane) ->
     plane.be_silent("rollout-1", 0.6)  # from half the time-out on it is suspected
     coordinator = plane.coordinator
     async with asyncio.timeout(DEADLINE_S), coordinator.context.watchers.changed:
-        await coordinator.context.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+        await coordinator.context.watchers.changed.wait_for(
+            lambda: "rollout-1" in coordinator.exchange.workers.suspected
+        )
     assert plane.coordinator.pool.assignments.roster.member_ids == []
-    assert plane.coordinator.exchange.suspected == {"rollout-1"}
+    assert plane.coordinator.exchange.workers.suspected == {"rollout-1"}
     worker.say(heartbeat=worker_pb2.Heartbeat())
     await plane.watch_until(run.run_id, "member", what="reports again")
-    assert plane.coordinator.exchange.suspected == set()
+    assert plane.coordinator.exchange.workers.suspected == set()
     assert plane.coordinator.pool.assignments.roster.member_ids == ["rollout-1"]
 
 
@@ -282,7 +302,9 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     try:
         await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="joined")
         async with asyncio.timeout(DEADLINE_S), coordinator.context.watchers.changed:
-            await coordinator.context.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+            await coordinator.context.watchers.changed.wait_for(
+                lambda: "rollout-1" in coordinator.exchange.workers.suspected
+            )
     finally:
         belonging.cancel()
         await asyncio.wait((belonging,))
@@ -306,16 +328,16 @@ async def test_leases_of_a_quiet_member_go_to_others_once_the_learner_waits(plan
                 " VALUES (?, 0, 'train', 'leased', 0, 'rollout-1')",
                 (run.run_id,),
             )
-    coordinator.exchange.first_requested_s[0] = 0.0
+    coordinator.exchange.active.state.first_requested_s[0] = 0.0
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "it is heard of"
     member = coordinator.members.get("rollout-1")
     assert member is not None
     member.suspected = True
-    coordinator.exchange.first_requested_s.clear()
+    coordinator.exchange.active.state.first_requested_s.clear()
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "nobody waits for it"
-    coordinator.exchange.first_requested_s[0] = 0.0
+    coordinator.exchange.active.state.first_requested_s[0] = 0.0
     member.connected = False
     await coordinator.pool.revoke_from_silent()
     assert holder() == "rollout-1", "that may be a crash"

@@ -6,7 +6,7 @@ from typing import Any
 
 from exchange_drivers import World
 
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.reporting.run_log import Energy, RunLog
 from paceline.v1 import common_pb2

@@ -10,7 +10,7 @@ from typing import Any
 from exchange_drivers import World
 
 from paceline.services.common.reporting.metric_table import PARTS
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting.rules import Rules, rules_of
 from paceline.services.coordinator.reporting.run_log import RunLog

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from exchange_drivers import MakeWorld, World, make_spec
 
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting.rules import no_signal, out_of_scale
 from paceline.services.coordinator.reporting.run_log import RunLog

@@ -10,7 +10,7 @@ import pytest
 from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 
 from paceline.errors import NotFound, Unavailable
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.notices import Notice
 from paceline.services.coordinator.members.registry import Introduction, Member, Members
 from paceline.services.coordinator.scaling.policy import Bounds, PoolConfig
 from paceline.services.coordinator.scaling.scaler import NO_RUN, RECONNECT_S, UNUSED_S, Scaler
@@ -42,7 +42,7 @@ class Bench:
             await self.scaler.check()
 
     def complete(self, name: str, groups: float) -> None:
-        self.world.exchange.throughput.generated[name] += groups
+        self.world.exchange.workers.throughput.generated[name] += groups
 
     def step(self, train_s: float, wait_s: float = 0.0) -> None:
         run_id = self.world.run_id
@@ -65,7 +65,7 @@ async def test_a_bottleneck_is_measured_named_and_sized(bench: Bench) -> None:
     for _ in range(8):  # two full workers complete 2 groups/s; the learner could train 4
         bench.complete("rollout-0", 5.0)
         bench.complete("rollout-1", 5.0)
-        bench.world.exchange.throughput.scored["reward-0"] += 10.0
+        bench.world.exchange.workers.throughput.scored["reward-0"] += 10.0
         await bench.pass_time(5.0)
         bench.step(train_s=2.0, wait_s=3.0)
     report = bench.scaler.report()

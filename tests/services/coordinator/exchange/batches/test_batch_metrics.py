@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exchange_drivers import make_spec
 
-from paceline.services.coordinator.exchange.batches.selection import batch_metrics
+from paceline.services.coordinator.exchange.batch_metrics import batch_metrics
 
 NAN = math.nan
 

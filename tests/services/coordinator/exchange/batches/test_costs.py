@@ -57,7 +57,7 @@ def large(make_world: MakeWorld) -> World:
 def test_a_batch_that_waits_is_looked_at_once_in_a_transaction(large: World, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     monkeypatch.setattr(selection, "fix", lambda *_: looks.append(1) and False)
-    large.exchange.first_requested_s[0] = large.now_s
+    large.exchange.active.state.first_requested_s[0] = large.now_s
     with large.ledger.transaction():
         for _ in range(RANKS):
             assert not fix_if_due(large.exchange, large.run, large.now_s)

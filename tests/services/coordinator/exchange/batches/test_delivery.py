@@ -119,10 +119,10 @@ def test_the_batch_goes_on_without_a_group_that_is_too_late(make_world: MakeWorl
 def test_no_batch_waits_for_a_group_whose_worker_may_be_gone(make_world: MakeWorld) -> None:
     world, rollout, reward, learner, late = make_late_group(make_world, late_wait_s=30, hard_max_age=2)
     assert learner.part(1) is None
-    world.exchange.suspected.add(rollout.member_id)
+    world.exchange.workers.suspected.add(rollout.member_id)
     assert learner.train(1) == [[3, 4]]
     assert world.states()[0] == "leased"
-    world.exchange.suspected.clear()  # it was only slow
+    world.exchange.workers.suspected.clear()  # it was only slow
     rollout.hold(0)
     rollout.finish(late)
     score_all(reward)

@@ -10,7 +10,7 @@ from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.state import Training
+from paceline.services.coordinator.exchange.run_state import RunState, Training
 from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
 
 HELD = Training(3, 7, 1)
@@ -19,7 +19,7 @@ HELD = Training(3, 7, 1)
 def drop(world: World, *group_ids: int) -> None:
     with world.ledger.transaction():
         selection.drop_from_batch(world.exchange, world.run, group_ids, world.now_s)
-    world.notices += world.exchange.take_notices()
+    world.notices += world.exchange.notices.take()
 
 
 def test_the_next_scored_group_takes_the_place_at_once(world: World) -> None:
@@ -52,13 +52,16 @@ def test_a_run_whose_workers_another_run_has_loses_its_groups_too(world: World) 
     assert learner.part(0) is not None
     world.set_state("paused")
     exchange, mine = world.exchange, world.exchange.active
-    exchange.active, exchange.reserved, exchange.training = replace(world.run, run_id="other-1"), {1: "r-2"}, HELD
+    other = replace(world.run, run_id="other-1", state=RunState())
+    other.state.reserve(1, "r-2")
+    other.state.note_training(HELD)
+    exchange.activate(other)
     drop(world, 1)
-    assert (exchange.reserved, exchange.training) == ({1: "r-2"}, HELD), "they are the other run's"
-    assert exchange.notices == []
+    assert (other.state.reserved, other.state.training) == ({1: "r-2"}, HELD), "they are the other run's"
+    assert exchange.notices.take() == []
     (event,) = world.ledger.rows("SELECT json FROM events WHERE run_id = ? AND kind = 'warning'", (world.run.run_id,))
     assert "groups [1] of step 0 were dropped by request; the batch is fixed again when the run has w" in event["json"]
-    exchange.active, exchange.reserved, exchange.training = mine, {}, None
+    exchange.active = mine
     world.set_state("running")
     assert Learner(world).train(0) == [[0, 2]]
 

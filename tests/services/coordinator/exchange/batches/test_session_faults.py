@@ -23,7 +23,7 @@ def report(
     said = worker_pb2.RunReport(run_id=world.run_id, session=learner.session, error=error, fault=fault, step=step)
     with world.ledger.transaction():
         session_faults.on_report(world.exchange, world.run, said, rank)
-    world.notices += world.exchange.take_notices()
+    world.notices += world.exchange.notices.take()
 
 
 def resume(world: World) -> None:

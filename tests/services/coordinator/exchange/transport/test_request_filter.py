@@ -12,10 +12,10 @@ import pytest
 from exchange_drivers import COMMITTED, DUPLICATE, INVALID, OK, MakeWorld, Reward, Rollout, World
 from exchange_service import DEADLINE_S, FOREVER_S, Peer, Service, lease, serving
 
-from paceline.services.coordinator.exchange import scores
-from paceline.services.coordinator.exchange.state import Exchange, Outcome
-from paceline.services.coordinator.exchange.transport import receiver
-from paceline.services.coordinator.exchange.transport import server as exchange_server
+from paceline.services.coordinator.exchange.replies import Outcome
+from paceline.services.coordinator.exchange.requests import task
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.transport import receiver, transactions
 from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
@@ -48,7 +48,7 @@ async def test_more_frames_than_a_kind_has_use_for_are_refused_and_not_parked(wo
         reply = await service.peer("sender", role).ask(request, [b"x" * 1000] * (frames + 1))
         assert reply.status == INVALID
         assert f"{frames} payload frames" in reply.message
-        assert len(service.server.parked) == 0
+        assert len(service.server.transactions.parked) == 0
 
 
 @pytest.mark.parametrize("kind", ["lease", "task"])
@@ -132,14 +132,16 @@ def test_tasks_in_one_answer_are_bounded_by_bytes(world: World, monkeypatch: pyt
     rollout, reward = Rollout(world), Reward(world)
     for given in rollout.lease(8):
         rollout.finish(given)
-    monkeypatch.setattr(scores, "MAX_TASK_BYTES", 1000)  # more than one group has, less than three have
+    monkeypatch.setattr(task, "MAX_TASK_BYTES", 1000)  # more than one group has, less than three have
     sizes = [len(reward.tasks()) for _ in range(5)]
     assert sum(sizes) == 4
     assert max(sizes) < 4
-    monkeypatch.setattr(scores, "MAX_TASK_BYTES", 1)
-    for task in range(4):
+    monkeypatch.setattr(task, "MAX_TASK_BYTES", 1)
+    for group_id in range(4):
         world.send(
-            reward.message(pb.ScoreTask(group_id=task, attempt=1, digest=world.group(task)["digest"]), handed_back=True)
+            reward.message(
+                pb.ScoreTask(group_id=group_id, attempt=1, digest=world.group(group_id)["digest"]), handed_back=True
+            )
         )
     assert [len(reward.tasks()) for _ in range(5)] == [1, 1, 1, 1, 0]  # an answer may always have one group
 
@@ -226,7 +228,7 @@ async def test_of_many_parked_requests_a_few_are_looked_at_when_nothing_has_happ
 ) -> None:
     world, workers = make_world(), 200
     looks: list[int] = []
-    handle_leases = exchange_server.handle_leases
+    handle_leases = transactions.handle_leases
 
     def counted(exchange: Exchange, asked: Sequence[Arrived]) -> list[Outcome]:
         looks.append(len(asked))
@@ -237,16 +239,16 @@ async def test_of_many_parked_requests_a_few_are_looked_at_when_nothing_has_happ
         for peer in peers:
             await peer.send(lease(FOREVER_S))
         other: Peer = service.rollout("other", step=None)
-        while len(service.server.parked) < workers:
+        while len(service.server.transactions.parked) < workers:
             await other.ask(lease())
-        monkeypatch.setattr(exchange_server, "handle_leases", counted)
+        monkeypatch.setattr(transactions, "handle_leases", counted)
         server = service.server
         for tick in range(1, 4):
-            server._ticked = True
-            await server._transact(set(), set())
-            assert len(server._leases) + sum(looks) == tick * exchange_server.PARKED_AT_ONCE
-            while server._leases:
-                await server._transact(set(), set())
+            server.transactions._ticked = True
+            await server.transactions._transact(set(), set())
+            assert len(server.transactions._leases) + sum(looks) == tick * transactions.PARKED_AT_ONCE
+            while server.transactions._leases:
+                await server.transactions._transact(set(), set())
         looks.clear()
         world.acknowledge("rollout-7", Rollout(world, "holder").version)
         server.wake("lease")  # after an event all are checked

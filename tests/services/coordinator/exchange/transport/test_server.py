@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from exchange_service import DEADLINE_S, FOREVER_S, Service, lease, serving
 
 from paceline.errors import Conflict
 from paceline.groups import Version
-from paceline.services.coordinator.exchange import scores
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.notices import Notice
+from paceline.services.coordinator.exchange.requests.table import KINDS
 from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.v1 import exchange_pb2 as pb
@@ -156,7 +157,7 @@ async def test_an_oversized_frame_ends_its_connection_and_no_other(
     await asyncio.to_thread(shake_hands, connection)
     connection.sendall(b"\x02" + size_bytes.to_bytes(8, "big") + b"x" * 100)
     await asyncio.to_thread(wait_until_closed, connection)
-    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.world.exchange.workers.versions["rollout"] = Version(1, 0)
     service.server.wake("lease")
     assert len((await rollout.receive()).lease.leases) == 1
 
@@ -167,7 +168,7 @@ async def test_a_request_that_breaks_its_handler_undoes_nothing_else(
     def broken(*_: object) -> None:
         raise KeyError("no such column")
 
-    monkeypatch.setattr(scores, "submit_scores", broken)
+    monkeypatch.setitem(KINDS, "score", replace(KINDS["score"], answer=broken))
     vandal, rollout = service.peer("vandal", ROLE_REWARD), service.rollout("rollout")
     score = pb.ScoreResult(group_id=2**64 - 1)
     await vandal.send(pb.ExchangeRequest(score=score), number=1)
@@ -210,9 +211,9 @@ async def test_of_workers_that_ask_at_the_same_time_only_the_one_that_breaks_it_
         for index in range(3):
             line.member_id = f"rollout-{index}"
             service.world.enter(line.member_id)
-            service.world.exchange.versions[line.member_id] = Version(1, 0)
+            service.world.exchange.workers.versions[line.member_id] = Version(1, 0)
             await line.send(lease(), number=index)
-        service.world.exchange.versions["rollout-1"] = "no version"  # type: ignore[assignment]
+        service.world.exchange.workers.versions["rollout-1"] = "no version"  # type: ignore[assignment]
         await line.socket.send(b"\xff")
         assert (await line.receive()).status == INVALID  # so all earlier messages have arrived
     first, broken, last = sorted([await line.receive() for _ in range(3)], key=lambda reply: reply.request_id)
@@ -249,11 +250,11 @@ async def test_a_lease_comes_when_a_version_does(service: Service) -> None:
     rollout, other = service.rollout("rollout", step=None), service.rollout("other", step=None)
     await rollout.send(lease(FOREVER_S, room=8))
     await other.ask(lease())  # so the first one waits by now
-    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.world.exchange.workers.versions["rollout"] = Version(1, 0)
     service.server.wake("lease")
     assert [group.group_id for group in (await rollout.receive()).lease.leases] == [0, 1, 2, 3]
     await other.send(lease(FOREVER_S))
-    service.world.exchange.versions["other"] = Version(1, 0)
+    service.world.exchange.workers.versions["other"] = Version(1, 0)
     returned = pb.LeaseReturn(group_id=1, attempt=1)
     assert (await rollout.ask(pb.ExchangeRequest(lease_return=returned))).status == COMMITTED
     (again,) = (await other.receive()).lease.leases
@@ -282,7 +283,7 @@ async def test_a_worker_on_a_new_connection_has_nothing_on_the_old(service: Serv
     await service.peer("other").ask(lease())  # the old request waits by now
     await new.send(lease(FOREVER_S), number=7)
     await service.peer("another").ask(lease())
-    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.world.exchange.workers.versions["rollout"] = Version(1, 0)
     service.server.wake("lease")
     assert [group.group_id for group in (await new.receive()).lease.leases] == [0]
     reply = await old.ask(pb.ExchangeRequest(task=pb.TaskRequest(room=1)), number=8)
@@ -296,7 +297,7 @@ async def test_a_second_question_ends_the_wait_of_the_first(service: Service) ->
     await rollout.send(lease(FOREVER_S), number=2)
     reply = await rollout.receive()
     assert (reply.request_id, list(reply.lease.leases)) == (1, [])
-    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.world.exchange.workers.versions["rollout"] = Version(1, 0)
     service.server.wake("lease")
     assert (await rollout.receive()).request_id == 2
 
@@ -308,7 +309,7 @@ async def test_what_was_asked_before_ends_when_the_next_question_is_answered(ser
     asked.lease.held.SetInParent()
     await old.send(asked, number=1)
     await service.rollout("other", step=None).ask(lease())  # so the first one waits by now
-    service.world.exchange.versions["rollout"] = Version(1, 0)
+    service.world.exchange.workers.versions["rollout"] = Version(1, 0)
     (given,) = (await new.ask(lease(), number=2)).lease.leases
     reply = await old.receive()
     assert (reply.request_id, reply.WhichOneof("body"), list(reply.lease.leases)) == (1, "lease", [])

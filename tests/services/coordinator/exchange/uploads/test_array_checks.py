@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import WireError
-from paceline.services.coordinator.exchange.uploads.intake import (
-    MAX_LOGPROB,
-    MIN_LOGPROB,
-    check_logprobs,
-)
+from paceline.services.coordinator.exchange.uploads.intake import MAX_LOGPROB, MIN_LOGPROB, check_logprobs
 
 EDGES = [
     0.0,

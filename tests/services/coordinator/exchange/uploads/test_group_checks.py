@@ -26,7 +26,7 @@ from exchange_drivers import (
 from paceline.errors import SpecError
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.submissions import refuse_large_groups
+from paceline.services.coordinator.exchange.requests.group import refuse_large_groups
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_completions
@@ -157,8 +157,8 @@ def test_an_unknown_vocabulary_bounds_nothing_from_above(world: World) -> None:
 def test_tokens_of_a_version_that_is_on_its_way_count_before_it_is_acknowledged(world: World) -> None:
     rollout = Rollout(world)
     rollout.lease()
-    world.exchange.offer("rollout", Version(1, 1))
-    world.exchange.offer("rollout", Version(1, 0))  # a repeated offer withdraws nothing
+    world.exchange.workers.offer("rollout", Version(1, 1))
+    world.exchange.workers.offer("rollout", Version(1, 0))  # a repeated offer withdraws nothing
     request, frames = group_result(0, 1, [spans((1, 0), (1, 1)), GOOD])
     request.member_id = "rollout"
     assert world.send(request, frames).reply.status == COMMITTED

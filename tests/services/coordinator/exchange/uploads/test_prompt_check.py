@@ -18,7 +18,8 @@ from paceline.data.tokens import encode_prompt
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 from paceline.groups import Completion, Group, IntArray, VersionSpan
 from paceline.rate_limited_log import unforeseen
-from paceline.services.coordinator.exchange.uploads.intake import Arrived, validate_upload
+from paceline.services.coordinator.exchange.requests.table import validate_upload
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.demo.task import make_tokenizer
@@ -133,9 +134,9 @@ def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
 def test_a_result_with_another_prompt_is_at_fault(begun: PromptCheck) -> None:
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     honest, other = arrived(begun, 7, own), arrived(begun, 7, own[::-1])
-    assert (honest.fault, honest.group is None, honest.record is None) == ("", False, False)
+    assert (honest.fault, honest.uploaded is None, honest.record is None) == ("", False, False)
     assert "differ from its lease's prompt" in other.fault
-    assert (other.group, other.record) == (None, None), "nothing of it is stored"
+    assert (other.uploaded, other.record) == (None, None), "nothing of it is stored"
 
 
 @pytest.mark.parametrize("group_id", [2**63 - 1, 2**63, 2**64 - 1])
@@ -155,7 +156,7 @@ def test_a_record_that_cannot_be_read_holds_nothing_up(
         ledger.rename(tmp_path / "away.sqlite")
         made = arrived(check, 7, own[::-1])
         (tmp_path / "away.sqlite").rename(ledger)
-        assert (made.fault, made.group is None) == ("", False), "it passes uncompared"
+        assert (made.fault, made.uploaded is None) == ("", False), "it passes uncompared"
         assert unforeseen.total == before + 1
         assert "differ from its lease's prompt" in arrived(check, 7, own[::-1]).fault
     finally:

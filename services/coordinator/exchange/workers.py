@@ -1,5 +1,5 @@
-"""Finds overdue workers by the ages of their leases or tasks, which are in memory. Has no I/O; the pool advances its
-clock.
+"""State of the workers that is in no file: their versions, and the ages of their leases and tasks, by which overdue workers
+are found. Has no I/O; the pool advances the clock.
 
 A lease has no deadline, because a completion may take any time. But a connected worker that submits nothing, while the
 others do, holds groups that they could generate. A worker is overdue when it has held a lease, and submitted nothing,
@@ -12,6 +12,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
+
+from paceline.groups import Version
+from paceline.services.coordinator.exchange.notices import Notices
+from paceline.v1 import exchange_pb2 as pb
+
+MAX_SESSIONS = 256
+"""Largest number of sessions that are remembered because workers have reported them."""
 
 LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
@@ -114,9 +121,101 @@ class Throughput:
         self.tokens = 0
         self.turns = 0
 
+    def add_generated(self, member_id: str, share: float) -> None:
+        if share:
+            self.generated[member_id] += share
+
+    def add_scored(self, member_id: str, share: float) -> None:
+        if share:
+            self.scored[member_id] += share
+
+    def add_tokens(self, tokens: int, turns: int = 0) -> None:
+        self.tokens += tokens
+        self.turns += turns
+
     def keep(self, member_ids: Iterable[str]) -> None:
         """Remove workers that are not among `member_ids`, because the counts would grow with every new worker."""
         kept = set(member_ids)
         for counts in (self.generated, self.scored):
             for member_id in counts.keys() - kept:
                 del counts[member_id]
+
+
+class Workers:
+    """State of the workers, members or not. Only its methods change it."""
+
+    def __init__(self, notices: Notices):
+        self._notices = notices
+        self.versions: dict[str, Version] = {}
+        """Acknowledged version of each rollout worker. The key is the member id."""
+        self.offered: dict[str, Version] = {}
+        """The newest version that was offered to each rollout worker in the active run. The key is the member id. A
+        worker may sample from a version before it acknowledges that version."""
+        self.session_numbers: set[int] = set()
+        """The newest sessions that workers have reported or were offered; a restored ledger lacks those after its
+        backup."""
+        self.suspected: set[str] = set()
+        """Ids of members that may be gone: no batch waits for their work, and others may get it."""
+        self.overdue: set[str] = set()
+        """Ids of workers that held leases or tasks for too long; they get no more until they have submitted a result."""
+        self.lease_durations, self.task_durations = LeaseDurations(), LeaseDurations()
+        self.throughput = Throughput()
+
+    def note_session(self, session: int) -> None:
+        self.session_numbers = set(sorted({*self.session_numbers, session})[-MAX_SESSIONS:])
+
+    def offer(self, member_id: str, version: Version) -> None:
+        self.note_session(version.session)
+        self.offered[member_id] = max(version, self.offered.get(member_id, version))
+
+    def acknowledge(self, member_id: str, version: Version) -> None:
+        """Note that a worker samples from `version`."""
+        self.note_session(version.session)
+        self.versions[member_id] = version
+
+    def newest_of(self, member_id: str) -> Version | None:
+        """Return the newest version that a worker's tokens can have; None if there is none."""
+        versions = (self.versions.get(member_id), self.offered.get(member_id))
+        return max((version for version in versions if version is not None), default=None)
+
+    def suspect(self, member_id: str) -> None:
+        self.suspected.add(member_id)
+
+    def clear_suspicion(self, member_id: str) -> None:
+        self.suspected.discard(member_id)
+
+    def note_overdue(self, member_id: str) -> None:
+        self.overdue.add(member_id)
+
+    def note_group(self, member_id: str, result: pb.GroupResult, share: float = 0.0) -> None:
+        """Note that a worker submitted a group. `share` counts it in the throughput, relative to a group to train; 0 if
+        another worker's result won."""
+        self.lease_durations.note_submission(member_id, result.group_id, result.attempt)
+        self.throughput.add_generated(member_id, share)
+        if member_id in self.overdue:
+            self._end_overdue(member_id, "a group", "leases")
+
+    def note_scores(self, member_id: str, result: pb.ScoreResult, share: float = 0.0) -> None:
+        """Note that a worker submitted scores, as `note_group` does."""
+        self.task_durations.note_submission(member_id, result.group_id, result.attempt)
+        self.throughput.add_scored(member_id, share)
+        if member_id in self.overdue:
+            self._end_overdue(member_id, "scores", "tasks")
+
+    def _end_overdue(self, member_id: str, submitted: str, work: str) -> None:
+        self.overdue.remove(member_id)
+        self._notices.warn(f"{member_id} has submitted {submitted} and gets {work} again")
+
+    def remove(self, member_id: str) -> None:
+        self.versions.pop(member_id, None)
+        self.offered.pop(member_id, None)
+        self.overdue.discard(member_id)
+        self.suspected.discard(member_id)
+
+    def clear_versions(self) -> None:
+        """Clear the acknowledged versions, because they are of a run that is over."""
+        self.versions.clear()
+
+    def end_run(self) -> None:
+        """Clear what belongs to the active run, because it ends or stops."""
+        self.offered, self.session_numbers, self.overdue = {}, set(), set()
