@@ -1,10 +1,11 @@
-"""State of the exchange, which leases groups and takes groups, scores and receipts: the run, its members, and replies.
+"""State of the exchange, which leases groups and takes groups, scores and receipts: the run and its members.
 
 The exchange is a pure state machine over the ledger: `transport/dispatch.py` takes one request inside a transaction and
-returns the reply; `transport/transactions.py` commits before the reply is sent. Every answer states the content of the ledger. No state of
-a group is in memory, so a restart continues from the file. Each part of the state has one owner, whose methods alone
-change it: `active` (the run and its `state`), `workers`, `notices`, for others to act on (a step was trained, the run is
-paused), and `senders`. `services/coordinator/ledger/groups.py` has the states of a group and its transitions.
+returns the reply; `transport/transactions.py` commits before the reply is sent. Every answer states the content of the
+ledger. No state of a group is in memory, so a restart continues from the file. Each part of the state has one owner,
+whose methods alone change it: `active` (the run and its `state`), `workers`, `senders`, and `notices`, which others
+handle after the commit (a step was trained, the run is paused). `services/coordinator/ledger/groups.py` has the states
+of a group and its transitions.
 """
 
 from __future__ import annotations

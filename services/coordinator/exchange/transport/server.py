@@ -5,10 +5,11 @@ commit that refers to a group's bytes begins after their sync. All requests that
 (group commit). Any bytes that arrive are answered or dropped, and the loops continue.
 
 A message passes these steps; all but those on the event loop are threads (`PipelineThread`), so that a slow
-step does not delay the others. The modules are in this folder and in `services/coordinator/exchange/uploads/`:
+step does not delay the others. The modules are in this folder, in `requests/` and in `uploads/` beside it:
 
   receive   event loop: reads the socket; stops while too many groups wait for the disk (transport/receiver.py)
-  check     decodes and hashes groups, which leases do not wait for (uploads/intake.py), and compares their prompts (uploads/prompt_check.py)
+  check     decodes and hashes groups, which leases do not wait for (requests/table.py:validate_upload), and compares their
+            prompts (uploads/prompt_check.py)
   store     writes and syncs groups, several at once
   answer    event loop: one transaction after another; while leases are requested, every second one answers them alone
             (transport/transactions.py)
