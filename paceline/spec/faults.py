@@ -53,9 +53,9 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
     if item["type"] == "missing":
         if dotted(location) in keys():
             return [f"{typed}: missing; every spec must set it"]
-        return [
-            f"{_typed(location[:-1])}: must have {_num_values(dotted(location[:-1]))} values (got {reprlib.repr(value)})"
-        ]
+        parent = location[:-1]
+        wanted = f"have {_num_values(dotted(parent))} values" if dotted(parent) in keys() else "have more values"
+        return [f"{_typed(parent)}: must {wanted} (got {reprlib.repr(value)})"]
     if item["type"] == "value_error":
         return [f"{typed}: {message}" if typed else message]
     union = _union_above(location)

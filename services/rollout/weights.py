@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.errors import Conflict, PacelineError, WireError, first_line
 from paceline.groups import Version
@@ -24,6 +23,9 @@ from paceline.weights.hosts.host_weights import HostWeights
 from paceline.weights.hosts.receiver import HostReceiver, check_plan
 from paceline.weights.store.receiver import StoreReceiver
 from paceline.weights.store.store_format import StoreOffer
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0

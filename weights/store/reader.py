@@ -19,11 +19,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from paceline.errors import NotFound, PacelineError, WireError
 from paceline.groups import Version
@@ -34,6 +33,9 @@ from paceline.weights.format.packing import empty_flat, views
 from paceline.weights.store.object_store import Buffer, WeightStore
 from paceline.weights.store.store_format import ChunkNote, PartHead, StoredObject, StoredVersion, StoreOffer, read_head
 from paceline.weights.store.store_layout import RankLayout, Rows
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 

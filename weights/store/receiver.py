@@ -12,8 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.errors import Conflict, PacelineError, first_line
 from paceline.groups import Version
@@ -22,6 +21,9 @@ from paceline.weights.progress import Phase, WeightProgress, slowest_s
 from paceline.weights.store.object_store import WeightStore
 from paceline.weights.store.reader import Damaged, StoreReader
 from paceline.weights.store.store_format import StoreOffer
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordina
     repaired: list[str] = []
     if repairs:
         path, run_id = find_run(run, directory) if run else (directory / LEDGER_NAME, "")
-        if run_id == (run or "") and address_instead():
+        if path == directory / LEDGER_NAME and address_instead():
             raise click.UsageError("--repair changes files; run it on the coordinator's host, and name the --directory")
         repair(path, repaired.append if as_json else click.echo)
     if run:

@@ -18,7 +18,7 @@ from paceline.services.cli import render
 from paceline.services.cli.recorded.source import find_files, opened_ledger
 from paceline.services.cli.render import PATH
 from paceline.services.common.options import device_option, directory_option, json_option
-from paceline.services.common.processes.starting import LIBRARY_VARIABLES
+from paceline.services.common.processes.starting import library_variables
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
 
@@ -134,7 +134,7 @@ def _command(ranks: int) -> list[str]:
 
 def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dict[str, Any]]:
     """Yield the objects that rank 0 prints; pass other lines on to stderr. Raises PacelineError if the ranks fail."""
-    environment = LIBRARY_VARIABLES | os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
+    environment = os.environ | library_variables() | {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
     with subprocess.Popen(
         [*command, *options], env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
     ) as process:

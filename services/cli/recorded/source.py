@@ -54,7 +54,7 @@ def source_options(command: CommandT) -> CommandT:
 def find_files(run: str, directory: Path) -> tuple[Path, str]:
     """Do as `find_run` for a command that works with files alone, and say so if only --directory's default was used."""
     path, run_id = find_run(run, directory)
-    if run_id == run:
+    if path == directory / LEDGER_NAME:
         say_files(directory)
     return path, run_id
 
@@ -168,7 +168,7 @@ def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
 def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterator[tuple[Source, str]]:
     """Open the records of a run by its id or folder; yield records and id. Raises NotFound, Unavailable."""
     path, run_id = (directory / LEDGER_NAME, run) if coordinator else find_run(run, directory)
-    with ledger_source(path) if run_id != run else records_of(directory, coordinator) as source:
+    with ledger_source(path) if path != directory / LEDGER_NAME else records_of(directory, coordinator) as source:
         yield source, run_id
 
 

@@ -37,8 +37,15 @@ that the threads of a neighbouring service need (docs/operate/performance.md, "T
 
 def set_library_variables() -> None:
     """Set those variables of LIBRARY_VARIABLES that are not set yet, for this process and its later children."""
-    for name, value in LIBRARY_VARIABLES.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(library_variables())
+
+
+def library_variables() -> dict[str, str]:
+    """Return those variables of LIBRARY_VARIABLES that are not set yet. A user's OMP_WAIT_POLICY bounds the busy wait."""
+    missing = {name: value for name, value in LIBRARY_VARIABLES.items() if name not in os.environ}
+    if "OMP_WAIT_POLICY" in os.environ:
+        missing.pop("GOMP_SPINCOUNT", None)
+    return missing
 
 
 def announce(ready_file: Path | None, address: str) -> None:

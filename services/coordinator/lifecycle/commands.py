@@ -93,7 +93,7 @@ class Commands:
             self._delays.start_again_s = 0.0
             if self._delays.retried == run_id:
                 self._delays.retried = ""
-        self._context.run_log.remove_summary(run_id)
+        self._context.run_log.resume(run_id)
         if self._exchange.active is None or self._exchange.active.run_id == run_id:
             self._faults.clear()  # the person has not seen the faults of another active run
         if self._exchange.active is not None:

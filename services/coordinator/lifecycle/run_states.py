@@ -53,6 +53,7 @@ class RunStates:
                 set_state(self._ledger, run_id, "running")
             self._delays.retried = ""
         log.info("run %s continues", run_id)
+        self._context.run_log.resume(run_id)
         await self._context.watchers.notify("lease", "batch")
 
     async def preempt(self, run_id: str, message: str) -> None:

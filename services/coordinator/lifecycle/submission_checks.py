@@ -313,8 +313,8 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
 
 
 def _tools_of(definition: Definition | None) -> list[str]:
-    """Return the methods of an environment's class that are tools; a class with `step` has none."""
-    if not isinstance(definition, ast.ClassDef):
+    """Return the methods of an environment's class that are tools; a class with `step` has none, and a base may have it."""
+    if not isinstance(definition, ast.ClassDef) or definition.bases:
         return []
     methods = [node.name for node in definition.body if isinstance(node, Function)]
     return [] if "step" in methods else [name for name in methods if name[0] != "_" and name not in NO_TOOLS]

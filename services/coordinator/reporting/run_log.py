@@ -97,8 +97,11 @@ class RunLog:
         if os.path.isdir(directory):
             self._summarize(directory, self.summary(run_id))
 
-    def remove_summary(self, run_id: str) -> None:
-        """Remove the summary of a run that continues. If that fails, it is overwritten at the end."""
+    def resume(self, run_id: str) -> None:
+        """Begin the pace of a run that continues anew, and remove its summary. If that fails, it is overwritten at the
+        end."""
+        if run_id == self._run_id:
+            self._pace = SamplingPace(self._exchange.workers.throughput)
         with contextlib.suppress(OSError):
             (self._ledger.run_directory(run_id) / SUMMARY_NAME).unlink(missing_ok=True)
 

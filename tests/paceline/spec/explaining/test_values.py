@@ -48,6 +48,10 @@ def refusal(override: str) -> str:
         ("policy.optimizer.betas=0.9", "policy.optimizer.betas: must be a list (got 0.9)"),
         ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas: must have 2 values (got [0.9])"),
         ("loss_fn.veto=[]", "loss_fn.veto: must have 2 values (got [])"),
+        (
+            "rewards=[{function: 'f.py:g', weight_schedule: [[0]]}]",
+            "rewards.0.weight_schedule.0: must have more values (got [0])",
+        ),
         ("data.train=[]", "data.train: must have at least 1 value (got [])"),
         ("data.choices={keys: []}", "data.choices.keys: must have at least 1 value (got [])"),
         (

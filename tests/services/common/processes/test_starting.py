@@ -8,14 +8,36 @@ import sys
 
 import pytest
 
+IMPORT = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+assert "torch" not in sys.modules, "its OpenMP library has read the environment before the service sets it"
+"""
 READ = """
 import os, sys
 from paceline.services.common.processes.starting import set_library_variables
 assert "torch" not in sys.modules
 set_library_variables()
 import torch
-print(os.environ["GOMP_SPINCOUNT"])
+print(os.environ.get("GOMP_SPINCOUNT"))
 """
+
+
+@pytest.mark.parametrize("service", ["environment", "learner", "reward", "rollout"])
+def test_a_service_sets_them_before_it_imports_torch(service: str) -> None:
+    subprocess.run([sys.executable, "-c", IMPORT, f"paceline.services.{service}.main"], check=True)
+
+
+def test_a_policy_of_the_user_stands() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READ],
+        env={name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+        | {"OMP_WAIT_POLICY": "PASSIVE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["None"]
 
 
 @pytest.mark.parametrize(("given", "expected"), [("", "1000"), ("5", "5")])

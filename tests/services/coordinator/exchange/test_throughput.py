@@ -64,3 +64,17 @@ def test_a_step_has_a_pace_while_its_workers_wait(tmp_path: Path) -> None:
     assert metrics is not None
     assert metrics["rollout/tokens_per_s"] > 0
     world.close()
+
+
+def test_a_pause_is_no_time_of_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, members, paces = World(tmp_path, make_spec(tmp_path)), Members(60.0), list[SamplingPace]()
+    run_log = RunLog(world.ledger, world.exchange, members)
+    run_log.open(world.run_id, tmp_path / "run", tensorboard=False)
+    monkeypatch.setattr(SamplingPace, "take", lambda pace: paces.append(pace) or {})
+    for _ in range(2):
+        with world.ledger.transaction():
+            run_log.write_down([Notice("step", {"step": 0, "metrics": {}})])
+        run_log.resume(world.run_id)
+    assert len({id(pace) for pace in paces}) == 2
+    run_log.close()
+    world.close()

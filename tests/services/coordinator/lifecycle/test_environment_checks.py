@@ -59,6 +59,7 @@ TOOLS = (
     "class Sums:\n    def reset(self, **_): ...\n    def add(self, a: int) -> int: ...\n    def get_reward(self): ..."
 )
 STEP = "class Sums:\n    def reset(self, **_): ...\n    def step(self, text): ...\n    def look(self): ..."
+INHERITED = f"{STEP.replace('Sums', 'Game')}\nclass Sums(Game):\n    def look(self): ..."
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,7 @@ STEP = "class Sums:\n    def reset(self, **_): ...\n    def step(self, text): ..
         (TOOLS, "{{ messages }}", {}, "2+2=", False),  # no template renders a text
         (TOOLS, "", {}, CHAT, False),  # it may be on the workers' machines
         (STEP, "{{ messages }}", {}, CHAT, False),
+        (INHERITED, "{{ messages }}", {}, CHAT, False),
     ],
 )
 def test_tools_need_a_template_that_reads_them(

@@ -308,9 +308,29 @@ def test_a_model_without_all_of_its_files_is_refused(
             checked_data(scored)
 
 
+def test_a_file_that_no_worker_loads_refuses_no_model(tmp_path: Path) -> None:
+    """Such as a pointer of Git LFS beside the model's files, or a copy's metadata."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shard, index = model / "model-00001-of-00001.safetensors", model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": shard.name}}))
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    shard.write_bytes(b"\x02" + bytes(7) + b"{}")
+    for name in ("consolidated.safetensors", "._model.safetensors"):
+        (model / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    spec = spec_for(tmp_path, {"prompt": "a"})
+    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"model_name": str(model)})})
+    checked_data(spec)
+    shard.write_bytes(b"\xff" * 20)
+    with pytest.raises(InvalidInput, match=r"model-00001-of-00001\.safetensors is damaged"):
+        checked_data(spec)
+
+
 def test_a_reward_model_that_no_worker_loads_is_refused(tmp_path: Path) -> None:
     models = tmp_path / "models"
     (models / "exports" / "step-1").mkdir(parents=True)
+    (models / "no exports yet").mkdir()
     (models / "quantised.gguf").write_text("GGUF")
     (models / "gguf").mkdir()
     (models / "gguf" / "quantised.gguf").write_text("GGUF")
@@ -318,6 +338,7 @@ def test_a_reward_model_that_no_worker_loads_is_refused(tmp_path: Path) -> None:
         ("quantised.gguf", "is a file; name the model's folder"),
         ("gguf", "has its weights as GGUF, which no worker loads"),
         ("exports", ""),
+        ("no exports yet", ""),
         ("elsewhere", ""),  # it may be on the workers' machines
     ):
         kwargs = {"path": str(models / path)}
