@@ -26,5 +26,7 @@ def test_a_rank_beyond_the_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(Unavailable, match="rank 2 of the learner needs a GPU for itself, and torch finds only 2"):
+    with pytest.raises(
+        Unavailable, match=r"rank 2 \(counted from 0\) of the learner needs a GPU for itself, and torch finds only 2"
+    ):
         set_up_device("cuda", "127.0.0.1")

@@ -405,7 +405,7 @@ async def test_holders_have_the_whole_timeout_to_come_back_after_a_restart(tmp_p
 async def test_a_rollout_worker_that_loads_the_model_is_shown(plane: Plane) -> None:
     model = plane.directory / "model"
     model.mkdir()
-    (model / "model.safetensors").write_bytes(bytes(2_500_000))
+    (model / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}" + bytes(2_499_990))
     run = await plane.run_one(policy={"model_name": str(model), "generation": {"max_new_tokens": 16}})
     worker = rollout(plane)
     await worker.hear("run")
