@@ -406,6 +406,7 @@ async def test_a_rollout_worker_that_loads_the_model_is_shown(plane: Plane) -> N
     model = plane.directory / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}" + bytes(2_499_990))
+    (model / "tokenizer.json").write_text("{}")
     run = await plane.run_one(policy={"model_name": str(model), "generation": {"max_new_tokens": 16}})
     worker = rollout(plane)
     await worker.hear("run")
