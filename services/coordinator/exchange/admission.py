@@ -1,4 +1,4 @@
-"""Decides how far generation may run ahead of training, and which versions a lease holder can sample from.
+"""Admits prompts, decides how far generation may run ahead of training, and which versions a lease holder can sample from.
 
 B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained
 token is older; with `ready_first` late groups may train up to the age `hard_max_age_steps`. A rollout worker samples
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paceline.errors import Unreadable
 from paceline.groups import Version
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.v1 import common_pb2
@@ -21,6 +22,44 @@ def admissible(open_groups: int, admitted: int, dropped: int, *, batch: int, max
     A group is admitted while open < (η + 1)·B, where open counts the groups that are neither trained nor dropped, and
     never more than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO."""
     return max(0, min((max_age + 1) * batch - open_groups, max_steps * batch - (admitted - dropped)))
+
+
+def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
+    """Admit up to `at_most` prompts in seeded order, within the admission rule. The next call retries unreadable ones."""
+    ledger, run_id = exchange.ledger, run.run_id
+    counters = ledger.counters(run_id)
+    admitted = counters.get("groups:ever_admitted", 0)
+    dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
+    open_groups = admitted - dropped - counters.get("groups:trained", 0)
+    number = admissible(
+        open_groups, admitted, dropped, batch=run.batch_size, max_age=run.max_age, max_steps=run.spec.max_num_steps
+    )
+    number = min(number, at_most)
+    if number == 0 or exchange.admission_closed:
+        return
+    assert run.prompts is not None
+    row = ledger.run(run_id)
+    cursor, next_slot = row["cursor"], row["next_slot"]
+    free_slots = list(reversed(ledger.free_slots.first(run_id, number)))
+    new = []
+    for group_id in range(admitted, admitted + number):
+        try:
+            prompt, columns = run.prompts.draw(cursor)
+        except Unreadable as error:
+            run.state.note_data(str(error))
+            break
+        run.state.note_data("")
+        cursor += 1
+        if free_slots:
+            slot = free_slots.pop()
+            run.state.slots_changed()
+            ledger.free_slots.remove(run_id, slot)
+        else:
+            slot, next_slot = next_slot, next_slot + 1
+        new.append((group_id, slot, prompt, columns))
+    exchange.groups.admit(run_id, "train", new)
+    ledger.count(run_id, "groups:ever_admitted", len(new))
+    ledger.update_run(run_id, cursor=cursor, next_slot=next_slot)
 
 
 def step_of_group(next_batch: int, num_ahead: int, batch: int) -> int:

@@ -26,11 +26,10 @@ from paceline.files.storage import Folder, check_place, refusal_of_store
 from paceline.models.memory_plan import Room, is_open, planned
 from paceline.models.shape import read_shape
 from paceline.services.common.access.rights import Caller, current_caller
-from paceline.services.coordinator.exchange.requests.group import refuse_large_groups
 from paceline.services.coordinator.ledger.database import free_name
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, RunData
-from paceline.services.coordinator.lifecycle.submission_checks import check_network, checked_data
+from paceline.services.coordinator.lifecycle.submission_checks import check_network, checked_data, refuse_large_groups
 from paceline.services.coordinator.pool.run_context import Watchers
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS, OUTPUT_FIELDS, parse_spec, spec_of_run, spec_to_yaml, submitted_spec

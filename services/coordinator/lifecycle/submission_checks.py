@@ -15,7 +15,7 @@ from typing import Any
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.data.tokens import changed_text, reads_tools
-from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
+from paceline.errors import DataError, InvalidInput, PacelineError, SpecError, Unreadable
 from paceline.files.storage import Folder, check_readable, is_url
 from paceline.host.regular_file import read_named
 from paceline.models.architectures import check_architecture, check_local_models
@@ -32,6 +32,7 @@ from paceline.user_code.definitions import (
     required,
 )
 from paceline.weights.hosts.transport import check_store
+from paceline.wire import MAX_MESSAGE_BYTES
 
 SUPPLIED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "args", "kwargs"}
@@ -39,6 +40,8 @@ SUPPLIED = frozenset(
 """Arguments of reward functions that are never columns."""
 CHECKED_ROWS = 32
 """Number of rows whose tests and other inputs of built-in functions are read at submission."""
+ARRAY_BYTES = 8
+"""Bytes of a token in a payload frame: its id and its log-probability."""
 
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
@@ -76,6 +79,24 @@ def _changed_texts(policy: PolicySection, first: Sequence[Any]) -> list[str]:
         f"the tokenizer of policy.model_name {policy.model_name!r} does not preserve every text of the data: {found[0]!r:.80} "
         f"becomes {found[1]!r:.80}; the model reads and writes such texts only in this form"
     ]
+
+
+def refuse_large_groups(spec: RunSpec) -> None:
+    """Raise SpecError if the run's groups are too large for a message."""
+    if not spec.samples:
+        return
+    sizes = {
+        "grpo.num_generations_per_prompt": spec.grpo.num_generations_per_prompt,
+        "grpo.val_samples_per_prompt": spec.grpo.val_samples_per_prompt,
+    }
+    name = max(sizes, key=lambda name: sizes[name])
+    completions, tokens = sizes[name], spec.policy.generation.max_new_tokens
+    size_bytes = completions * tokens * ARRAY_BYTES + spec.policy.max_total_sequence_length * ARRAY_BYTES
+    if size_bytes > MAX_MESSAGE_BYTES:
+        raise SpecError(
+            f"{name} {completions} x policy.generation.max_new_tokens {tokens} make groups of up to "
+            f"{size_bytes >> 20} MiB, but a message carries {MAX_MESSAGE_BYTES >> 20} MiB; lower one of the two"
+        )
 
 
 def check_network(spec: RunSpec, store: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.array_frames import RowArrays
-from paceline.errors import SpecError, WireError
+from paceline.errors import WireError
 from paceline.groups import Group, held_attempt
 from paceline.services.coordinator.exchange import evaluation, leases, turn_logs
 from paceline.services.coordinator.exchange.replies import Outcome, committed, duplicate, refuse, stale
@@ -31,9 +31,8 @@ from paceline.services.coordinator.exchange.uploads.intake import (
 )
 from paceline.services.coordinator.ledger.groups import Generated, State
 from paceline.services.coordinator.ledger.segments import Record
-from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, parse_message, split_completions, split_rows
+from paceline.wire import CompletionArrays, parse_message, split_completions, split_rows
 
 
 def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
@@ -135,7 +134,7 @@ def check(arrived: Arrived) -> Record:
 
 
 MAX_SAMPLE_BYTES = 1 << 20
-"""Largest number of bytes of a sample's texts besides those of its tokens: tool schemas and texts of programs."""
+"""Limit for the tool schemas and the programs' texts of one sample; texts of tokens have their own limit."""
 
 
 def check_rows(rows: RowArrays, lengths: Sequence[int], num_prompt: int, limits: Limits | None) -> None:
@@ -201,25 +200,3 @@ def turns_of(group: Group) -> list[GroupTurn]:
 
 def is_decided(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> bool:
     return row["state"] not in (State.ADMITTED, State.LEASED) and bool(row["digest"] == request.group.digest)
-
-
-ARRAY_BYTES = 8
-"""Bytes of a token in a payload frame: its id and its log-probability."""
-
-
-def refuse_large_groups(spec: RunSpec) -> None:
-    """Raise SpecError if the run's groups are too large for a message."""
-    if not spec.samples:
-        return
-    sizes = {
-        "grpo.num_generations_per_prompt": spec.grpo.num_generations_per_prompt,
-        "grpo.val_samples_per_prompt": spec.grpo.val_samples_per_prompt,
-    }
-    name = max(sizes, key=lambda name: sizes[name])
-    completions, tokens = sizes[name], spec.policy.generation.max_new_tokens
-    size_bytes = completions * tokens * ARRAY_BYTES + spec.policy.max_total_sequence_length * ARRAY_BYTES
-    if size_bytes > MAX_MESSAGE_BYTES:
-        raise SpecError(
-            f"{name} {completions} x policy.generation.max_new_tokens {tokens} make groups of up to "
-            f"{size_bytes >> 20} MiB, but a message carries {MAX_MESSAGE_BYTES >> 20} MiB; lower one of the two"
-        )

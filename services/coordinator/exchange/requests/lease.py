@@ -1,5 +1,5 @@
-"""A request for leases: groups are admitted, and leased to workers. No other module leases groups; `group.py` takes the
-results."""
+"""A request for leases: prompts are admitted if too few groups are free, and groups are leased to workers. No other module
+leases groups; `group.py` takes the results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from functools import partial
 
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
-from paceline.errors import Unreadable
 from paceline.groups import Version, with_holder
 from paceline.services.coordinator.exchange import evaluation, leases, turn_logs
-from paceline.services.coordinator.exchange.admission import admissible, serving_samplers, step_of_group, versions_of
+from paceline.services.coordinator.exchange.admission import admit, serving_samplers, step_of_group, versions_of
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.replies import Outcome, ok
 from paceline.services.coordinator.exchange.state import TRAIN, ActiveRun, Exchange
@@ -36,6 +35,10 @@ MAX_TURN_LOG_BYTES = 32 << 20
 
 ADMITTED_AT_ONCE = 64
 """Number of groups that are admitted at a time (more if requested), because more at once would delay other requests."""
+
+
+def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
+    return lease_groups(exchange, run, [arrived.request])[0]
 
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
@@ -192,44 +195,6 @@ class _NewLeases:
                 selection.handle_damaged(self._exchange, self._run, damaged)
 
 
-def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
-    """Admit up to `at_most` prompts in seeded order, within the admission rule. The next call retries unreadable ones."""
-    ledger, run_id = exchange.ledger, run.run_id
-    counters = ledger.counters(run_id)
-    admitted = counters.get("groups:ever_admitted", 0)
-    dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
-    open_groups = admitted - dropped - counters.get("groups:trained", 0)
-    number = admissible(
-        open_groups, admitted, dropped, batch=run.batch_size, max_age=run.max_age, max_steps=run.spec.max_num_steps
-    )
-    number = min(number, at_most)
-    if number == 0 or exchange.admission_closed:
-        return
-    assert run.prompts is not None
-    row = ledger.run(run_id)
-    cursor, next_slot = row["cursor"], row["next_slot"]
-    free_slots = list(reversed(ledger.free_slots.first(run_id, number)))
-    new = []
-    for group_id in range(admitted, admitted + number):
-        try:
-            prompt, columns = run.prompts.draw(cursor)
-        except Unreadable as error:
-            run.state.note_data(str(error))
-            break
-        run.state.note_data("")
-        cursor += 1
-        if free_slots:
-            slot = free_slots.pop()
-            run.state.slots_changed()
-            ledger.free_slots.remove(run_id, slot)
-        else:
-            slot, next_slot = next_slot, next_slot + 1
-        new.append((group_id, slot, prompt, columns))
-    exchange.groups.admit(run_id, "train", new)
-    ledger.count(run_id, "groups:ever_admitted", len(new))
-    ledger.update_run(run_id, cursor=cursor, next_slot=next_slot)
-
-
 def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
     if not requests:
         return
@@ -288,7 +253,3 @@ def params_message(generation: GenerationSection) -> common_pb2.SamplingParams:
         top_k=generation.top_k,
         stop_token_ids=generation.stop_token_ids,
     )
-
-
-def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
-    return lease_groups(exchange, run, [arrived.request])[0]

@@ -8,7 +8,7 @@ import time
 from control_plane import DEADLINE_S, Plane, Worker, learner, refusal, rollout
 
 from paceline.services.coordinator.audit.verify import verify
-from paceline.services.coordinator.exchange.requests.lease import admit
+from paceline.services.coordinator.exchange.admission import admit
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.preemption import CHECKPOINT_WAIT_S
 from paceline.services.coordinator.lifecycle.run_start import recover

@@ -6,7 +6,7 @@ import pytest
 from control_plane import Plane, Worker, ack, learner, offer, rollout
 
 from paceline.services.coordinator.audit.verify import verify
-from paceline.services.coordinator.exchange.requests.lease import admit
+from paceline.services.coordinator.exchange.admission import admit
 from paceline.services.coordinator.lifecycle import runs
 from paceline.v1 import run_pb2, worker_pb2
 

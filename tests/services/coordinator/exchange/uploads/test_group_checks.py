@@ -26,8 +26,8 @@ from exchange_drivers import (
 from paceline.errors import SpecError
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.requests.group import refuse_large_groups
 from paceline.services.coordinator.ledger.segments import DamagedRecord
+from paceline.services.coordinator.lifecycle.submission_checks import refuse_large_groups
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_completions
 
