@@ -93,17 +93,18 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else config
 
 
-def check_weights(path: Path, config: Any, what: str) -> None:
+def _check_folder(path: Path, config: Any, what: str, *, may_be_empty: bool) -> None:
     """Raise InvalidInput for a path on this machine whose weights cannot be used: a file, an empty folder, GGUF,
-    pickles, an adapter alone, a quantised model, a file that was cut off. Workers judge a folder without weights, which may be a tokenizer's."""
+    pickles, an adapter alone, a quantised model, a file that was cut off. Workers judge a folder without weights,
+    which may be a tokenizer's."""
     if path.is_file():
         raise InvalidInput(f"{what} is a file; name the model's folder, with config.json and *.safetensors")
     if not path.is_dir():
         return
     remedy = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
     if next(path.iterdir(), None) is None:
-        if what.startswith("rewards."):
-            return  # of exports that are still to come
+        if may_be_empty:
+            return
         raise InvalidInput(f"{what} is an empty folder; {remedy}")
     has_weights = next(path.glob("*.safetensors"), None) is not None
     for pattern, kind in (("*.gguf", "GGUF, which"), ("pytorch_model*.bin", "pickled files, which")):
@@ -136,7 +137,9 @@ def check_local_models(spec: RunSpec) -> None:
         config = None
         with contextlib.suppress(OSError, ValueError, RecursionError):
             config = json.loads(read_named(path / "config.json"))
-        check_weights(path, config if field in trained else {}, f"{field} {name!r}")
+        # Exports may still come into the folder of a reward model.
+        may_be_empty = field.startswith("rewards.")
+        _check_folder(path, config if field in trained else {}, f"{field} {name!r}", may_be_empty=may_be_empty)
         if field in trained and isinstance(config, dict):
             check_architecture(config, f"{field} {name!r}")
     if spec.policy.tokenizer_name is None:
