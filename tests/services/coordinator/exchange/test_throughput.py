@@ -66,15 +66,21 @@ def test_a_step_has_a_pace_while_its_workers_wait(tmp_path: Path) -> None:
     world.close()
 
 
-def test_a_pause_is_no_time_of_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, members, paces = World(tmp_path, make_spec(tmp_path)), Members(60.0), list[SamplingPace]()
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_the_pace_begins_anew_when_a_run_is_resumed(tmp_path: Path, is_resumed: bool) -> None:
+    world, members = World(tmp_path, make_spec(tmp_path)), Members(60.0)
+    member = Member("a", Introduction(common_pb2.ROLE_ROLLOUT), 0.0)
+    members.add(member)
+    member.measures.gauges = {"tokens_per_s": 0.0}
     run_log = RunLog(world.ledger, world.exchange, members)
     run_log.open(world.run_id, tmp_path / "run", tensorboard=False)
-    monkeypatch.setattr(SamplingPace, "take", lambda pace: paces.append(pace) or {})
-    for _ in range(2):
-        with world.ledger.transaction():
-            run_log.write_down([Notice("step", {"step": 0, "metrics": {}})])
+    fill(Rollout(world, "a"), Reward(world, "r"), 2)  # before the pause
+    if is_resumed:
         run_log.resume(world.run_id)
-    assert len({id(pace) for pace in paces}) == 2
+    with world.ledger.transaction():
+        run_log.write_down([Notice("step", {"step": 0, "metrics": {}})])
+    metrics = world.ledger.metrics_of_step(world.run_id, 0)
+    assert metrics is not None
+    assert (metrics["rollout/tokens_per_s"] == 0) == is_resumed
     run_log.close()
     world.close()
