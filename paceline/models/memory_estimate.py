@@ -160,8 +160,8 @@ def cache_rows(sequences: int, most: int) -> int:
 
 
 def _sequences(spec: RunSpec) -> int:
-    """Return the largest number of sequences that the run samples at a time: those of all open groups (`admissible` of
-    the coordinator's exchange), and of an evaluation. An agent's program may send any number of requests."""
+    """Return how many sequences the run samples at most at a time: all open groups, as the exchange's `admissible` bounds
+    them, and one evaluation. An agent's program may send any number of requests."""
     grpo = spec.grpo
     if spec.environment.agent or spec.environment.command:
         return sys.maxsize

@@ -10,8 +10,8 @@ The fork is a grandchild of the fork server whose parent ends at once. The start
 makes the service a child of the starter, which waits for it and reaps it like any other. The service says that it is
 there and waits for the answer, so that a starter that has stopped waiting never gets a second service. Linux only.
 
-Python's `multiprocessing.forkserver` does not serve here: its processes stay children of the fork server, so `paceline
-up` could neither reap them nor know their exit codes, they share one output, and their work arrives as a pickle.
+Python's `multiprocessing.forkserver` does not serve here. Its processes stay children of the fork server, so `paceline
+up` cannot reap them or read their exit codes. They share one output, and their work arrives as a pickle.
 """
 
 from __future__ import annotations

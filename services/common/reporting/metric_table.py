@@ -158,7 +158,7 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
 ))  # fmt: skip
 POOLS = Part("train", "Pools", "Sums over the workers of a pool, from each worker's last heartbeat. Tokens and turns per second are means since the "
             "step before, of groups and turns that were committed in this time.", (
-    Metric("rollout/tokens_per_s", "tokens/s", "tokens generated per second, also those of evaluations"),
+    Metric("rollout/tokens_per_s", "tokens/s", "tokens of training and evaluations committed since the step before, per second"),
     Metric("rollout/wait_fraction", "workers", "sum over the workers: share of a worker's time without a lease",
            "near 0; more means that generation waits for weights or for the learner"),
     Metric("rollout/running", "sequences", "sequences in the engines"),

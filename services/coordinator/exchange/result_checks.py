@@ -99,7 +99,7 @@ class Prefix(NamedTuple):
 
     @property
     def newest(self) -> Version:
-        """Return the newest version among the prefix's tokens, including those of earlier attempts."""
+        """Return the newest version of any token in the prefix. Earlier attempts may have sampled some of them."""
         return Version(*max((span[:2] for c in self.completions for span in c.spans), default=(0, 0)))
 
 

@@ -11,7 +11,7 @@ MAX_FIELDS = 15
 
 
 def fields_of(of_class: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
-    """Return the attributes that methods assign on `self`, and the fields of a dataclass with those of its bases."""
+    """Return the attributes that methods assign on `self`. For a dataclass, add its fields and its bases' fields."""
     assigned = {
         node.attr
         for node in ast.walk(of_class)

@@ -32,7 +32,7 @@ from paceline.services.coordinator.ledger.segments import DamagedRecord, Unopene
 from paceline.v1 import exchange_pb2 as pb
 
 MAX_TRANSACTION_S = 0.006
-"""Seconds in which requests can join a transaction. Requests that come later wait for the transaction's end."""
+"""Requests join a transaction for at most these seconds. A later request waits for the next transaction."""
 
 LEASES_AT_ONCE = 16
 """Largest number of lease requests that are answered together; data that they share are read and written once."""
@@ -62,8 +62,9 @@ class ToRead:
 
 
 class Transactions:
-    """The exchange's transactions; `lock` separates them from those of the control plane. `record` writes the notices in
-    the same transaction; `send_synced` sends the answers whose commit is synced, also during a transaction."""
+    """Runs the exchange's transactions. The control plane's transactions take the same `lock`. `record` writes notices in
+    the transaction that made them. `send_synced` sends answers after the sync of their commit, also while another
+    transaction runs."""
 
     def __init__(
         self,

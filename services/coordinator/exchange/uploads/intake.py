@@ -5,8 +5,8 @@ log-probabilities that come with scores.
 stores the valid ones with one sync, before the transaction that may refer to them. A group that the transaction then
 refuses (a duplicate) leaves bytes behind that are removed with their segment.
 
-The checks here are those of several kinds of uploads. They cover every number that the learner relies on, that a worker
-could get wrong, and that is wrong in every state of the ledger. Faults name the field, its value and the bound. Turns of
+Several kinds of uploads share the checks here. They refuse numbers that would harm the learner and are wrong in every
+state of the ledger. Faults name the field, its value and the bound. Turns of
 episodes get digests, by which the transaction compares a group with its turn log without reading either."""
 
 from __future__ import annotations
