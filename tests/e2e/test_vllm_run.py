@@ -139,7 +139,7 @@ def test_workers_with_another_engine_share_the_run(
     assert pools_of(cluster, run_id) == {"rollout-0", "other"}
 
 
-@pytest.mark.parametrize("what", ["the delta channel", "an adapter"])
+@pytest.mark.parametrize("what", [pytest.param("the delta channel", marks=pytest.mark.slow), "an adapter"])
 def test_what_reaches_a_native_worker_reaches_this_one_too(
     client: Client, cluster: LocalCluster, vllm_spec: MakeSpec, what: str
 ) -> None:

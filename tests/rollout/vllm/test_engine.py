@@ -150,7 +150,10 @@ async def started(engine: Engine) -> Any:
     return engine
 
 
-@pytest.mark.parametrize("parallel", ["tensor", "pipeline", "data"])
+@pytest.mark.parametrize(
+    "parallel",
+    ["tensor", pytest.param("pipeline", marks=pytest.mark.slow), pytest.param("data", marks=pytest.mark.slow)],
+)
 async def test_two_parallel_workers_hold_exact_versions_of_an_untied_llama(
     start_engine: Callable[[RunSpec], Engine],
     make_spec: Callable[..., RunSpec],
