@@ -39,8 +39,7 @@ def mine(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.merge
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("sft", marks=pytest.mark.merge)])
 def test_a_run_goes_on_and_replays_without_the_submitters_folder(
     cluster: LocalCluster, make_spec: Callable[..., RunSpec], mine: Path, algorithm: str
 ) -> None:

@@ -112,7 +112,6 @@ def sizes_until(cluster: LocalCluster, run_id: str, expected: list[int]) -> None
         time.sleep(0.5)
 
 
-@pytest.mark.merge
 def test_a_killed_node_comes_back_and_the_run_ends_well(
     cluster: LocalCluster,
     start: Start,

@@ -127,9 +127,8 @@ def test_a_paused_run_trains_nothing_and_a_cancelled_one_ends(
     assert run.tokens["generated"] == run.tokens["trained"] + run.tokens["dropped"] + run.tokens["live"]
 
 
-@pytest.mark.merge
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [pytest.param("ready_first", marks=pytest.mark.slow), "in_order"])
+@pytest.mark.parametrize("order", ["ready_first", pytest.param("in_order", marks=pytest.mark.merge)])
 def test_killed_rollout_and_reward_workers_lose_nothing(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, order: str
 ) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.services.demo.task import make_model
+
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ("services", "learner", "protos", "environment.py", "rollout.py")
 DEADLINE_S = 300
@@ -127,6 +129,11 @@ def test_training_beside_packages_of_the_users_own(installed: Path, own: Path) -
     told = json.loads(run(installed, own, "train.py").splitlines()[-1])
     assert Path(told["package"]).is_relative_to(installed)
     assert told["steps"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_run_by_command_beside_packages_of_the_users_own(installed: Path, own: Path) -> None:
+    make_model(own / "model", seed=0, hidden=32, layers=1, heads=2)
     rows = "".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(4))
     (own / "rows.jsonl").write_text(rows)
     (own / "spec.yaml").write_text(json.dumps(SPEC))

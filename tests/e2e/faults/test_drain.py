@@ -28,7 +28,7 @@ ORDERS = [
     pytest.param(("coordinator", "learner", "reward", "rollout"), marks=pytest.mark.merge),
     ("rollout", "reward", "learner", "coordinator"),
     ("learner", "coordinator", "rollout", "reward"),
-    pytest.param(("reward", "rollout", "coordinator", "learner"), marks=pytest.mark.merge),
+    ("reward", "rollout", "coordinator", "learner"),
 ]
 
 
