@@ -7,6 +7,7 @@ disk alone has examples/arithmetic. The starting model is in the store.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,9 +129,15 @@ class Submitter:
         found = [line for line in lines if line["run_id"] == run_id]
         return found[0] if found else {"step": -1, "state": "queued"}
 
+    def reach_step(self, run_id: str, step: int) -> None:
+        """Follow a run until `step` steps were trained. Raises CalledProcessError if it ends before, TimeoutExpired."""
+        watch = shlex.join(("paceline", "watch", run_id, "--json", *self._access))
+        until_step = shlex.join(("python", "-c", UNTIL_STEP, str(step)))
+        self.host.run("sh", "-c", f"{watch} | {until_step}", timeout_s=DEADLINE_S)
+
     def wait(self, run_id: str) -> dict[str, Any]:
-        """Wait until a run has ended, in whatever way, and return it."""
-        until(lambda: self.run(run_id)["state"] not in ("running", "queued"), "the run ends")
+        """Follow a run until it has ended, in whatever way, and return it. Raises TimeoutExpired."""
+        self.paceline("watch", run_id, "--quiet", check=False)
         return self.run(run_id)
 
     def until_answered(self) -> None:
@@ -147,6 +154,11 @@ class Submitter:
 
 
 MAKE_BUCKET = "import s3fs; s3fs.S3FileSystem().makedirs('bucket', exist_ok=True)"
+UNTIL_STEP = """
+import json, sys
+events = map(json.loads, sys.stdin)
+next(event for event in events if event["kind"] == "step" and event["content"]["step"] + 1 >= int(sys.argv[1]))
+"""
 UPLOAD = (
     "import sys, fsspec.generic, s3fs; s3fs.S3FileSystem().put(sys.argv[1] + '/', sys.argv[2] + '/', recursive=True)"
 )

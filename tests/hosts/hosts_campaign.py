@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from deployment import BUCKET, DEADLINE_S, MINE, Deployment, Submitter, until
+from deployment import BUCKET, DEADLINE_S, MINE, Deployment, Submitter
 from isolated_host import ROOT, Switch
 from judged_campaign import keep_option, run_and_judge
 
@@ -48,12 +48,12 @@ class Campaign:
 
     def lose_a_node(self) -> None:
         """Change the submitter's reward file, lose a node in the middle, and remove the file."""
-        self._until_step(self._steps // 3)
+        self._submitter.reach_step(self._run_id, self._steps // 3)
         self._submitter.host.write(
             f"{MINE}/reward.py", "def correct(completions, **columns):\n    return [0.0] * len(completions)\n"
         )
         self._deployment.replace_node()
-        self._until_step(self._steps // 2)
+        self._submitter.reach_step(self._run_id, self._steps // 2)
         self._submitter.host.run("rm", "-r", MINE)
 
     def wait(self) -> None:
@@ -71,9 +71,6 @@ class Campaign:
         done = host.run("python", "-c", JUDGE, self._run_id, timeout_s=DEADLINE_S)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
-
-    def _until_step(self, step: int) -> None:
-        until(lambda: self._submitter.run(self._run_id)["step"] >= step, f"step {step}")
 
 
 JUDGE = f"""

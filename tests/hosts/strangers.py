@@ -330,7 +330,7 @@ class Campaign:
             "grpo.num_prompts_per_step=16",
             "grpo.max_val_samples=32",
         )
-        until(lambda: self._submitter.run(run_id)["step"] >= 2, "step 2")
+        self._submitter.reach_step(run_id, 2)
         strangers.plan(run_id)
         probes = strangers.try_all()
         self._try_posing(strangers)
