@@ -79,10 +79,11 @@ test: $(STAMP) ## Run the tests but for the long ones (TESTS="tests/reward -k ma
 test-slow: $(STAMP) ## Run the long tests: short forms of the campaigns, every order of an end, every backup (TESTS=tests/e2e)
 	@$(call timed,$(BIN)/python $(PYTEST) -m "slow and not vllm" $(TESTS))
 
+# In one process, which starts and imports MLflow once: its server takes longer than the tests.
 trackers: $(STAMP) ## Install the trackers and run the tests at their real servers; without it, `make test` skips them
 	@if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
 	$$pip install --no-compile -c constraints.txt -e '.[dev,trackers]' sqlalchemy alembic
-	@$(call timed,$(BIN)/python $(PYTEST) tests/apps/tracking)
+	@$(call timed,$(BIN)/python -m pytest tests/apps/tracking/backends)
 
 # Their tests with vLLM: make test-vllm TESTS=tests/apps/evaluation
 harnesses: $(STAMP) $(HARNESS_STAMP) ## Install lm-eval and inspect-ai, in an environment of their own, and run them against served models
