@@ -20,7 +20,7 @@ from trained_ledger import RUN_ID, Writer
 from paceline.records import Records
 from paceline.services.cli.recorded.source import ledger_source
 
-START_S = 90.0
+START_S = 300.0
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
 
 
