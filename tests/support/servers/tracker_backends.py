@@ -133,11 +133,12 @@ class Mlflow(Backend):
         """Send to the port of a `proxy`, if given, and read from the server's `port`."""
         super().__init__(run, folder)
         self.server = f"http://127.0.0.1:{port}"
+        self._timeout_s = 60 if proxy is None else 1
         self.setting = TrackerSection(kind="mlflow", project=folder.name, url=f"http://127.0.0.1:{proxy or port}")
 
     def open(self, setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
         assert isinstance(setting, TrackerSection)
-        return MlflowRun(setting, run, timeout_s=1)
+        return MlflowRun(setting, run, timeout_s=self._timeout_s)
 
     def only_run(self) -> tuple[Any, Any]:
         """Return a client and the only run of the project."""
