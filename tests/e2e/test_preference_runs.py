@@ -172,6 +172,7 @@ def test_a_student_comes_closer_to_its_teacher_on_its_own_samples(
     assert sum(kl[-4:]) < 0.8 * sum(kl[:4])
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_a_teacher_in_the_reward_pool_teaches_on_after_its_worker_was_killed(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, teacher: str, tmp_path: Path
