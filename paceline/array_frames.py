@@ -1,12 +1,14 @@
 """Reads arrays from a safetensors frame as views and checks them by name. Unreadable bytes raise a WireError.
-`RowArrays` are the arrays of a group with an environment (`exchange.proto`, GroupResult). Promise: decoded transcripts
+`RowArrays` are the arrays of a group with an environment (`exchange.proto`, GroupResult). Spans without samplers have
+no arrays for them. Promise: decoded transcripts
 belong to samples in order, masks match version spans and turns, and only sampled tokens have a log-probability."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +80,66 @@ def named_array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) 
 
 def concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.asarray(a, dtype) for a in arrays]) if arrays else np.empty(0, dtype)
+
+
+MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_SAMPLERS = 1 << 13
+"""Largest number of samplers of a group: as many as a coordinator has members."""
+MAX_NAMES_BYTES = 65 * MAX_SAMPLERS
+
+
+def encode_samplers(spans: Iterable[VersionSpan]) -> dict[str, np.ndarray]:
+    """Return the arrays with the samplers of the spans; no array if no span has a sampler."""
+    samplers = [span.sampler for span in spans]
+    indices = {name: index for index, name in enumerate(dict.fromkeys(filter(None, samplers)))}
+    if not indices:
+        return {}
+    return {
+        "samplers": np.array([indices.get(name, -1) for name in samplers], np.int32),
+        "sampler_names": np.frombuffer("\n".join(indices).encode(), np.uint8),
+    }
+
+
+def names_of_samplers(arrays: dict[str, np.ndarray]) -> tuple[str, ...]:
+    """Return the names of a payload frame's samplers; empty if the frame has none. Raises WireError."""
+    if "samplers" not in arrays and "sampler_names" not in arrays:
+        return ()
+    named_array(arrays, "samplers", "i4", 1)
+    encoded = named_array(arrays, "sampler_names", "u1", 1)
+    if len(encoded) > MAX_NAMES_BYTES:
+        raise WireError(f"sampler_names has {len(encoded)} bytes, but at most {MAX_NAMES_BYTES} are allowed")
+    try:
+        names = tuple(encoded.tobytes().decode().split("\n"))
+    except UnicodeDecodeError as error:
+        raise WireError(f"sampler_names is not UTF-8: {error}") from None
+    for name in names:
+        if not MEMBER_ID.fullmatch(name):
+            raise WireError(
+                f"sampler_names has {name[:80]!r}, which is not 1 to 64 of the characters A-Z a-z 0-9 . _ -"
+            )
+    if len(names) > MAX_SAMPLERS or len(set(names)) != len(names):
+        raise WireError(
+            f"sampler_names has {len(names)} names, {len(set(names))} of them different; at most {MAX_SAMPLERS} are "
+            "allowed, each once"
+        )
+    return names
+
+
+def decode_samplers(arrays: dict[str, np.ndarray], num_spans: int) -> list[str]:
+    """Return the sampler of each span in a payload frame; empty if unknown. Raises WireError."""
+    names = names_of_samplers(arrays)
+    if not names:
+        return [""] * num_spans
+    indices = arrays["samplers"].tolist()
+    if len(indices) != num_spans:
+        raise WireError(f"samplers has {len(indices)} values for {num_spans} spans; it has one for each span")
+    if (used := set(indices) - {-1}) != set(range(len(names))):
+        raise WireError(
+            f"samplers has the indices {sorted(used)[:16]}, but sampler_names has {len(names)} names; each name is used, "
+            "and -1 is an unknown sampler"
+        )
+    unknown_last = (*names, "")
+    return [unknown_last[index] for index in indices]
 
 
 MAX_SAMPLES = 1 << 16
@@ -177,7 +239,7 @@ def check_spans_of_row(index: int, spans: list[VersionSpan], sampled_T: BoolArra
     for span in spans:
         if span.start < position or span.end <= span.start or span.end > len(sampled_T):
             raise WireError(
-                f"transcript {index}: span {tuple(span)} begins before token {position}, or leaves the transcript"
+                f"transcript {index}: span {span[:4]} begins before token {position}, or leaves the transcript"
             )
         covered[span.start : span.end] = True
         position = span.end

@@ -11,7 +11,7 @@ episode whose history is not an exact prefix of its continuation has several. Na
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ class VersionSpan(NamedTuple):
     step: int
     start: int
     end: int
+    sampler: str = ""
+    """Member id of the rollout worker that sampled the tokens; empty if unknown."""
 
 
 class Turn(NamedTuple):
@@ -154,8 +156,8 @@ class Group:
         return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)
 
     def digest(self, like: str = "") -> str:
-        """XXH3-128 over prompt, tokens, log-probabilities and spans, which identifies this text in scores and receipts.
-        `like` is a stored digest whose algorithm is used: ledgers before format 5 hold SHA-256."""
+        """XXH3-128 over prompt, tokens, log-probabilities and spans without their samplers, which identifies this text
+        in scores and receipts. `like` is a stored digest whose algorithm is used: ledgers before format 5 hold SHA-256."""
         if len(like) == SHA256_DIGITS:
             return hashlib.sha256(b"".join(self._parts())).hexdigest()
         digest = xxhash.xxh3_128()
@@ -175,7 +177,7 @@ class Group:
             yield len(completion.token_ids).to_bytes(8, "little")
             yield np.ascontiguousarray(completion.token_ids, dtype="<i4").data
             yield np.ascontiguousarray(completion.logprobs, dtype="<f4").data
-            yield repr([tuple(span) for span in completion.spans]).encode()
+            yield repr([span[:4] for span in completion.spans]).encode()
         if self.rows is not None:
             yield from self._row_parts(self.rows)
 
@@ -190,6 +192,38 @@ class Group:
                 np.ones(len(completion.token_ids), bool) if completion.sampled_T is None else completion.sampled_T
             )
             yield np.packbits(sampled_T).tobytes()
+
+
+def append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span, or extend the last one if it ends where `span` begins and has the same version and sampler."""
+    last = spans[-1] if spans else None
+    if last is not None and (*last[:2], last.end, last.sampler) == (*span[:2], span.start, span.sampler):
+        spans[-1] = last._replace(end=span.end)
+    else:
+        spans.append(span)
+
+
+def joined_spans(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
+    """Return the spans, with neighbours of the same version and sampler as one span."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        append_span(joined, span)
+    return joined
+
+
+def cut_spans(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the spans of the first `num_tokens` tokens."""
+    return tuple(span._replace(end=min(span.end, num_tokens)) for span in spans if span.start < num_tokens)
+
+
+def continued_spans(
+    begun: Sequence[VersionSpan], spans: Iterable[VersionSpan], sampler: str
+) -> tuple[VersionSpan, ...]:
+    """Return the spans of a completion that `sampler` has continued: those of its prefix, `begun`, and the parts of
+    `spans` after the prefix."""
+    start = begun[-1].end if begun else 0
+    new = (span._replace(start=max(span.start, start), sampler=sampler) for span in spans if span.end > start)
+    return (*begun, *new)
 
 
 def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ()) -> str:

@@ -25,9 +25,12 @@ from paceline.array_frames import (
     RowArrays,
     check_spans_of_row,
     concatenated,
+    decode_samplers,
     encode_rows,
+    encode_samplers,
     load_arrays,
     named_array,
+    names_of_samplers,
 )
 from paceline.errors import WireError
 from paceline.groups import BoolArray, Completion, FloatArray, Group, IntArray, Rows, VersionSpan
@@ -74,7 +77,7 @@ def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Comple
 
 def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows | None = None) -> bytes:
     """Return the payload frame of a group's arrays (`exchange.proto`, GroupResult)."""
-    spans = [(index, *span) for index, completion in enumerate(completions) for span in completion.spans]
+    spans = [(index, *span[:4]) for index, completion in enumerate(completions) for span in completion.spans]
     arrays = {
         "prompt_ids": np.ascontiguousarray(prompt_ids, np.int32),
         "token_ids": concatenated([c.token_ids for c in completions], np.int32),
@@ -83,6 +86,7 @@ def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion], 
         "spans": np.array(spans, np.int64).reshape(-1, 5),
         "truncated": np.array([c.finish_reason == "length" for c in completions], np.bool_),
     }
+    arrays |= encode_samplers(span for completion in completions for span in completion.spans)
     if rows is not None:
         arrays |= encode_rows(prompt_ids, completions, rows)
     return safetensors.numpy.save(arrays)
@@ -99,6 +103,8 @@ class CompletionArrays(NamedTuple):
     rows: RowArrays | None
     truncated: BoolArray
     """[C] true for a completion that was cut off at its token limit."""
+    samplers: Sequence[str]
+    """[S] sampler of each span; empty if unknown."""
 
     @classmethod
     def of(cls, payload: Buffer) -> CompletionArrays:
@@ -109,10 +115,17 @@ class CompletionArrays(NamedTuple):
             named_array(arrays, "token_ids", "i4", 1),
             named_array(arrays, "lengths", "i4", 1),
             named_array(arrays, "logprobs", "f4", 1),
-            named_array(arrays, "spans", "i8", 2),
+            spans := named_array(arrays, "spans", "i8", 2),
             RowArrays.of(arrays),
             named_array(arrays, "truncated", "b1", 1),
+            decode_samplers(arrays, len(spans)),
         )
+
+
+def sampler_names(payload: Buffer) -> tuple[str, ...]:
+    """Return the samplers that a group's payload frame names, without decoding its tokens; empty if it names none.
+    Raises WireError."""
+    return names_of_samplers(load_arrays(payload))
 
 
 def decode_completions(
@@ -129,7 +142,7 @@ def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
     """Return prompt tokens (the first transcript's) and completions or transcripts. Raises WireError for a mismatch."""
-    prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
+    prompt_ids, token_ids, lengths, logprobs, _, row_arrays, *_ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
             f"there are {len(lengths)} completions, but {len(finish_reasons)} finish reasons and {len(texts)} texts"
@@ -145,7 +158,7 @@ def split_completions(
             raise WireError("logprobs of tokens that were not sampled must be 0")
     completions: list[Completion] = []
     start = prompt_start = 0
-    for index, (size, completion_spans) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
+    for index, (size, completion_spans) in enumerate(zip(sizes, _spans_by_completion(arrays, len(sizes)), strict=True)):
         part = slice(start, start + size)
         row: dict[str, Any] = {}
         start += size
@@ -216,7 +229,8 @@ def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -
     return tuple(replace(c, reference_logprobs=part) for c, part in zip(completions, parts, strict=True))
 
 
-def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan]]:
+def _spans_by_completion(arrays: CompletionArrays, count: int) -> list[list[VersionSpan]]:
+    spans = arrays.spans
     rows = spans.tolist()
     if spans.shape[1] != 5 or any(min(row) < 0 or max(row) > MAX_VERSION or row[0] >= count for row in rows):
         raise WireError(
@@ -224,8 +238,8 @@ def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan
             f"{MAX_VERSION}, of the {count} completions"
         )
     by_completion: list[list[VersionSpan]] = [[] for _ in range(count)]
-    for index, *span in rows:
-        by_completion[index].append(VersionSpan(*span))
+    for (index, session, step, start, end), sampler in zip(rows, arrays.samplers, strict=True):
+        by_completion[index].append(VersionSpan(session, step, start, end, sampler))
     return by_completion
 
 
@@ -233,7 +247,7 @@ def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> N
     position = 0
     for span in spans:
         if span.start != position or span.end <= span.start:
-            raise WireError(f"{what}span {tuple(span)} does not follow token {position}")
+            raise WireError(f"{what}span {span[:4]} does not follow token {position}")
         position = span.end
     if position != length:
         raise WireError(f"{what}version spans end at token {position}, but there are {length} tokens")
@@ -257,15 +271,14 @@ class TurnArrays(NamedTuple):
     """Version spans, which cover [0, T) without gaps."""
 
     def encode(self) -> bytes:
-        return safetensors.numpy.save(
-            {
-                "row": np.array([self.row], np.int32),
-                "context_ids": np.ascontiguousarray(self.context_ids, np.int32),
-                "token_ids": np.ascontiguousarray(self.token_ids, np.int32),
-                "logprobs": np.ascontiguousarray(self.logprobs, np.float32),
-                "spans": np.array(self.spans, np.int64).reshape(-1, 4),
-            }
-        )
+        arrays: dict[str, np.ndarray] = {
+            "row": np.array([self.row], np.int32),
+            "context_ids": np.ascontiguousarray(self.context_ids, np.int32),
+            "token_ids": np.ascontiguousarray(self.token_ids, np.int32),
+            "logprobs": np.ascontiguousarray(self.logprobs, np.float32),
+            "spans": np.array([span[:4] for span in self.spans], np.int64).reshape(-1, 4),
+        }
+        return safetensors.numpy.save(arrays | encode_samplers(self.spans))
 
     @classmethod
     def decode(cls, payload: Buffer) -> TurnArrays:
@@ -287,6 +300,10 @@ class TurnArrays(NamedTuple):
             raise WireError(
                 f"spans of shape {table.shape} must be rows (session, step, start, end) from 0 to {MAX_VERSION}"
             )
-        spans = tuple(VersionSpan(*span) for span in table.tolist())
+        samplers = decode_samplers(arrays, len(table))
+        spans = tuple(
+            VersionSpan(session, step, start, end, sampler)
+            for (session, step, start, end), sampler in zip(table.tolist(), samplers, strict=True)
+        )
         _check_spans(spans, len(token_ids))
         return cls(int(row[0]), named_array(arrays, "context_ids", "i4", 1), token_ids, logprobs, spans)

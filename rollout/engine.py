@@ -248,7 +248,7 @@ def check_prefix(prefix: Completion) -> None:
     if ends[-1] != num_tokens or any(
         span.start != end or span.end <= span.start for span, end in zip(prefix.spans, ends, strict=False)
     ):
-        raise InvalidInput(f"prefix spans {list(map(tuple, prefix.spans))} do not cover its {num_tokens} tokens")
+        raise InvalidInput(f"prefix spans {[span[:4] for span in prefix.spans]} do not cover its {num_tokens} tokens")
 
 
 def empty_completion() -> Completion:

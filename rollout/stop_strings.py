@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from paceline.chat.completion_texts import text_of
-from paceline.groups import Completion, IntArray, VersionSpan
+from paceline.groups import Completion, IntArray, cut_spans
 
 UNFINISHED = "\ufffd"
 """Character that a decoder writes for bytes that are no character (yet)."""
@@ -99,15 +99,10 @@ class StopScanner:
 
 def cut(completion: Completion, num_tokens: int) -> Completion:
     """Return the first `num_tokens` tokens of a completion, as a completion that a stop string has ended."""
-    spans = tuple(
-        VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens))
-        for s in completion.spans
-        if s.start < num_tokens
-    )
     return replace(
         completion,
         token_ids=completion.token_ids[:num_tokens],
         logprobs=completion.logprobs[:num_tokens],
-        spans=spans,
+        spans=cut_spans(completion.spans, num_tokens),
         finish_reason="stop",
     )

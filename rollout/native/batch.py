@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.groups import Completion, IntArray, Version, VersionSpan
+from paceline.groups import Completion, IntArray, Version, VersionSpan, append_span
 from paceline.rollout.engine import GenerationRequest
 from paceline.rollout.native.kv_cache import SlotCache
 from paceline.rollout.native.model import NativeModel
@@ -71,11 +71,8 @@ class RunningSequence:
     def add_span(self, version: Version, num_tokens: int) -> None:
         """Assign the completion's tokens without a span, up to `num_tokens`, to `version`."""
         start = self.spans[-1].end if self.spans else 0
-        if start == num_tokens:
-            return
-        if self.spans and self.spans[-1][:2] == tuple(version):
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(*version, start, num_tokens))
+        if start != num_tokens:
+            append_span(self.spans, VersionSpan(*version, start, num_tokens))
 
 
 Ended = tuple[RunningSequence, Completion]

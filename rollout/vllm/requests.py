@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import InvalidInput, Unavailable
-from paceline.groups import Completion, Version, VersionSpan
+from paceline.groups import Completion, Version, VersionSpan, append_span
 from paceline.rollout.engine import GenerationRequest, PromptLogprobs, SamplingParams, empty_completion
 from paceline.rollout.stop_strings import StopScanner, cut
 from paceline.spec.sections.vllm import NOT_SPECULATED
@@ -154,13 +154,8 @@ def _joined(request: GenerationRequest, output: Any, spans: list[LabelSpan], rea
         sampled *= 0  # a NaN stays a NaN
     joined = list(prefix.spans)
     for label, start, end in spans:
-        version = version_of(label)
-        if end <= start:
-            continue
-        if joined and joined[-1][:2] == version:
-            joined[-1] = joined[-1]._replace(end=num_prefix + end)
-        else:
-            joined.append(VersionSpan(*version, num_prefix + start, num_prefix + end))
+        if end > start:
+            append_span(joined, VersionSpan(*version_of(label), num_prefix + start, num_prefix + end))
     return Completion(
         np.concatenate([prefix.token_ids, np.array(output.token_ids, np.int32)]),
         np.concatenate([prefix.logprobs, sampled]),

@@ -28,7 +28,7 @@ from paceline.calls.proof import AioProver, Credential, is_unknown, judged
 from paceline.calls.token import Metadata
 from paceline.environment.protocols import LeaseLost, SampledTurn, TurnRequest
 from paceline.errors import InvalidInput
-from paceline.groups import Version, VersionSpan
+from paceline.groups import Version, VersionSpan, append_span
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.rights import GENERATE
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS, was_accepted
@@ -354,7 +354,8 @@ class LeasedTokens:
                     f"worker was {worker.member_id}"
                 )
             for span in answer.spans:
-                _append(spans, span._replace(start=span.start + len(ids), end=span.end + len(ids)))
+                start, end = span.start + len(ids), span.end + len(ids)
+                append_span(spans, span._replace(start=start, end=end, sampler=worker.member_id))
             ids += answer.token_ids
             logprobs += answer.logprobs
             if answer.finish_reason != "abort" and ids:
@@ -402,10 +403,3 @@ def _read(response: rollout_pb2.GenerateResponse) -> Answer:
     return Answer(
         tuple(completion.token_ids), tuple(completion.logprobs), tuple(spans), completion.finish_reason, completion.text
     )
-
-
-def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
-    if spans and spans[-1][:2] == span[:2] and spans[-1].end == span.start:
-        spans[-1] = spans[-1]._replace(end=span.end)
-    else:
-        spans.append(span)

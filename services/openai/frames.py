@@ -84,10 +84,6 @@ def model_name(run_id: str, version: tuple[int, ...]) -> str:
     return f"{run_id}@{version_name(version)}"
 
 
-def cut_spans(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens)) for s in spans if s.start < num_tokens)
-
-
 class Event(NamedTuple):
     """One server-sent event."""
 
@@ -145,4 +141,4 @@ def usage(choices: Sequence[Choice]) -> Json:
 
 def ranges(spans: Iterable[VersionSpan]) -> list[list[int]]:
     """Return version spans in the form of the field `versions`."""
-    return [list(span) for span in spans]
+    return [list(span[:4]) for span in spans]

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from paceline.chat.completion_texts import END_THINK, THINK, completion_text, op
 from paceline.data.tokens import encode_prompt, load_tokenizer
 from paceline.errors import InvalidInput, WireError
 from paceline.files.whole_file import stamp
-from paceline.groups import Completion, IntArray
+from paceline.groups import Completion, IntArray, continued_spans
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
 from paceline.rollout.stop_strings import StopStrings
 from paceline.spec import PolicySection, RunSpec
@@ -61,17 +62,19 @@ log = logging.getLogger(__name__)
 
 
 class GroupSampler:
-    """Samples one run's groups. `on_sample_end` gets each ended sample's group, `on_warning` each warning once."""
+    """Samples one run's groups. New tokens name `member_id` as their sampler. `on_sample_end` gets each ended sample's
+    group, `on_warning` each warning once."""
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: Any,
         spec: RunSpec,
+        member_id: str,
         on_sample_end: Callable[[int], object],
         on_warning: Callable[[str], Awaitable[None]] | None = None,
     ):
-        self._engine, self._tokenizer, self._spec = engine, tokenizer, spec
+        self._engine, self._tokenizer, self._spec, self._member_id = engine, tokenizer, spec, member_id
         self._on_sample_end, self._on_warning = on_sample_end, on_warning
         self.params = SamplingParams.from_spec(spec.policy.generation)
         self.stop = StopStrings.of(tokenizer, spec.policy.generation.stop_strings)
@@ -129,7 +132,8 @@ class GroupSampler:
             finally:
                 del self._request_ids[request_id]
             self.generated_tokens += len(completion.token_ids) - (len(prefix.token_ids) if prefix else 0)
-            return completion
+            spans = continued_spans(prefix.spans if prefix else (), completion.spans, self._member_id)
+            return replace(completion, spans=spans)
         finally:
             self._on_sample_end(lease.group_id)
 

@@ -93,7 +93,7 @@ class RolloutRun:
         self._pace = Pace()
         self._occupancy = Occupancy()
         self._progress = ProgressLog(log)
-        self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample, self._warn)
+        self._sampler = GroupSampler(engine, tokenizer, spec, member_id, self._end_sample, self._warn)
         self.params, self.stop = self._sampler.params, self._sampler.stop
         self._unexpected = 0
         store_url = run_store(spec.weights.store, run_id, directory)

@@ -269,7 +269,8 @@ def _completion(maker: Maker) -> Completion:
     dice, length = maker.random, maker.random.randrange(1, 9)
     ids = [dice.choice((2, 3, 5, 8, -1, 10**6, 2**31 - 1) if dice.random() < 0.1 else (2, 3, 5)) for _ in range(length)]
     logprobs = np.full(length, dice.choice((-0.5, 0.0, 1.0, -1e38, 3e38)), np.float32)
-    span = VersionSpan(dice.choice((1, 1, 9, 2**31)), dice.choice((0, 1, 10**9, -1)), 0, length)
+    sampler = dice.choice(("", "", "rollout-1", "\n", "é", "x" * 65))
+    span = VersionSpan(dice.choice((1, 1, 9, 2**31)), dice.choice((0, 1, 10**9, -1)), 0, length, sampler)
     return Completion(np.array(ids, np.int32), logprobs, (span,), "length", "12")
 
 

@@ -19,9 +19,15 @@ TURN = TurnArrays(
 )
 
 
-def test_a_turn_comes_back() -> None:
-    got = TurnArrays.decode(TURN.encode())
-    assert (got.row, got.spans) == (1, TURN.spans)
+OF_TWO_WORKERS = (VersionSpan(1, 2, 0, 2, "rollout-b"), VersionSpan(1, 2, 2, 3, "rollout-a"))
+
+
+@pytest.mark.parametrize("spans", [TURN.spans, OF_TWO_WORKERS, (OF_TWO_WORKERS[0], VersionSpan(1, 2, 2, 3))])
+def test_a_turn_comes_back(spans: tuple[VersionSpan, ...]) -> None:
+    frame = TURN._replace(spans=spans).encode()
+    assert ("samplers" in safetensors.numpy.load(frame)) == (spans != TURN.spans)
+    got = TurnArrays.decode(frame)
+    assert (got.row, got.spans) == (1, spans)
     assert got.context_ids.tolist() == [4, 5]
     assert got.token_ids.tolist() == [6, 7, 8]
     assert got.logprobs.tolist() == [-1, -2, -3]

@@ -19,9 +19,12 @@ def frame_of(group: Group) -> bytes:
 
 
 def test_a_group_with_rows_comes_back_with_its_digest() -> None:
-    sent = episode_group()
+    first, *others = episode_group().completions
+    spans = (first.spans[0]._replace(sampler="rollout-b"), *first.spans[1:])
+    sent = replace(episode_group(), completions=(replace(first, spans=spans), *others))
     got = decode_group(7, frame_of(sent), [1.0, 0.0])
-    assert got.digest() == sent.digest()
+    assert got.digest() == sent.digest() == "12505f528c4fa9a1431515f0facc5c47"  # as in 0.1.0
+    assert [c.spans for c in got.completions] == [c.spans for c in sent.completions]
     assert got.num_samples == 2
     assert got.row_samples == (0, 0, 1)
     assert got.num_tokens == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.array_frames import MAX_SAMPLERS
 from paceline.errors import WireError
 from paceline.groups import (
     MAX_HOLDERS,
@@ -22,12 +24,14 @@ from paceline.groups import (
 )
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import (
+    TurnArrays,
     decode_completions,
     decode_group,
     decode_rewards,
     encode_completions,
     encode_reference,
     parse_message,
+    sampler_names,
 )
 
 PROMPT_IDS = np.array([3, 1], np.int32)
@@ -40,7 +44,7 @@ def completion(tokens: int, *spans: VersionSpan, reason: str = "stop") -> Comple
 
 def test_a_group_comes_back_as_it_was() -> None:
     completions = (
-        completion(3, VersionSpan(1, 4, 0, 2), VersionSpan(2, 5, 2, 3)),
+        completion(3, VersionSpan(1, 4, 0, 2, "rollout-b"), VersionSpan(2, 5, 2, 3, "rollout-a")),
         completion(0, reason="abort"),
         completion(1, VersionSpan(2, 5, 0, 1), reason="length"),
     )
@@ -56,6 +60,7 @@ def test_a_group_comes_back_as_it_was() -> None:
             before.text,
         )
     assert decoded[0].version_steps().tolist() == [4, 4, 5]
+    assert sampler_names(frame) == ("rollout-b", "rollout-a")
     group = Group(7, prompt_ids, decoded)
     assert (group.num_tokens, group.oldest_step) == (4, 4)
     assert group.digest() == Group(7, PROMPT_IDS, completions).digest()
@@ -97,6 +102,81 @@ def test_the_digest_covers_every_array() -> None:
         digest([1], [2, 3], [-1, -2], VersionSpan(2, 0, 0, 2)),
     }
     assert len(digests) == 6
+
+
+@pytest.mark.parametrize("sampler", ["", "rollout-1"])
+def test_a_digest_is_that_of_0_1_0_and_covers_no_sampler(sampler: str) -> None:
+    spans = (VersionSpan(1, 4, 0, 2, sampler), VersionSpan(1, 5, 2, 3))
+    only = Completion(np.array([2, 3, 4], np.int32), np.array([-1, -2, -0.5], np.float32), spans, "stop")
+    group = Group(0, np.array([1], np.int32), (only,))
+    assert group.digest() == "b192cc7abdd02aef95522c0b63d8a487"
+    old = "db0a901ff47764d62c367766785f795c12057be7e14dc6738b88e6216109e02c"
+    assert group.digest(like=old) == old
+
+
+def test_a_payload_of_0_1_0_names_no_sampler() -> None:
+    arrays = {
+        "prompt_ids": PROMPT_IDS,
+        "token_ids": np.array([5, 6], np.int32),
+        "logprobs": np.array([-1, -2], np.float32),
+        "lengths": np.array([2], np.int32),
+        "spans": np.array([[0, 1, 4, 0, 2]], np.int64),
+        "truncated": np.array([False]),
+    }
+    frame = safetensors.numpy.save(arrays)
+    assert sampler_names(frame) == ()
+    prompt_ids, (only,) = decode_completions(frame, ["stop"], [""])
+    assert only.spans == (VersionSpan(1, 4, 0, 2, ""),)
+    assert encode_completions(prompt_ids, [only]) == frame
+
+
+HOSTILE_SAMPLERS: dict[str, tuple[dict[str, Any], str]] = {
+    "index beyond the names": (
+        {"samplers": [0, 2]},
+        r"samplers has the indices \[0, 2\], but sampler_names has 2 names",
+    ),
+    "index below -1": ({"samplers": [0, -2]}, r"samplers has the indices \[-2, 0\]"),
+    "unused name": ({"samplers": [0, -1]}, r"samplers has the indices \[0\]"),
+    "too few": ({"samplers": [0]}, "samplers has 1 values for 2 spans"),
+    "too many": ({"samplers": [0, 1, 1]}, "samplers has 3 values for 2 spans"),
+    "other type": ({"samplers": np.zeros(2, np.int64)}, "array 'samplers' is int64"),
+    "other shape": ({"samplers": np.zeros((2, 1), np.int32)}, "array 'samplers' is int32 of 2 dimensions"),
+    "no indices": ({"samplers": None}, "no array 'samplers'"),
+    "no names": ({"sampler_names": None}, "no array 'sampler_names'"),
+    "names of another type": ({"sampler_names": np.zeros(2, np.int8)}, "array 'sampler_names' is int8"),
+    "no UTF-8": ({"sampler_names": b"a\n\xff"}, "sampler_names is not UTF-8"),
+    "empty": ({"sampler_names": b""}, "sampler_names has '', which is not 1 to 64"),
+    "empty name": ({"sampler_names": b"a\n"}, "sampler_names has ''"),
+    "long name": ({"sampler_names": b"a\n" + b"b" * 65}, "sampler_names has 'bbb"),
+    "unprintable name": ({"sampler_names": b"a\nb\x07"}, r"sampler_names has 'b\\x07'"),
+    "repeated name": ({"sampler_names": b"a\na"}, "2 names, 1 of them different"),
+    "many names": ({"sampler_names": b"\n".join(b"%d" % n for n in range(MAX_SAMPLERS + 1))}, "has 8193 names"),
+    "large names": ({"sampler_names": b"a" * 10**6}, "sampler_names has 1000000 bytes"),
+}
+
+
+def hostile(frame: bytes, change: dict[str, Any]) -> bytes:
+    """Return the frame with other samplers: numbers, bytes, an array, or none."""
+    arrays = safetensors.numpy.load(frame)
+    for name, value in change.items():
+        kind = np.int32 if name == "samplers" else np.uint8
+        arrays.pop(name)
+        if isinstance(value, bytes):
+            arrays[name] = np.frombuffer(value, kind)
+        elif value is not None:
+            arrays[name] = value if isinstance(value, np.ndarray) else np.array(value, kind)
+    return safetensors.numpy.save(arrays)
+
+
+@pytest.mark.parametrize(("change", "fault"), HOSTILE_SAMPLERS.values(), ids=HOSTILE_SAMPLERS.keys())
+def test_hostile_samplers_are_a_wire_error(change: dict[str, Any], fault: str) -> None:
+    spans = (VersionSpan(1, 4, 0, 2, "rollout-a"), VersionSpan(1, 5, 2, 3, "rollout-b"))
+    group = encode_completions(PROMPT_IDS, [completion(3, *spans)])
+    turn = TurnArrays(0, PROMPT_IDS, PROMPT_IDS[[0, 1, 0]], -np.ones(3, np.float32), spans).encode()
+    with pytest.raises(WireError, match=fault):
+        decode_completions(hostile(group, change), ["stop"], [""])
+    with pytest.raises(WireError, match=fault):
+        TurnArrays.decode(hostile(turn, change))
 
 
 def test_no_completions_are_no_error_and_no_surprise() -> None:

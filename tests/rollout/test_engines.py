@@ -242,6 +242,9 @@ async def test_a_prefix_keeps_its_versions_and_numbers(engine: Engine, backend: 
         assert rest.token_ids.tolist() == whole.token_ids.tolist()
     assert rest.logprobs[:8].tolist() == old.tolist()
     assert rest.spans == (*prefix.spans, VersionSpan(1, 0, 8, 20))
+    others = dataclasses.replace(prefix, spans=(VersionSpan(1, 0, 0, 8, "rollout-1"),))
+    rest = await engine.generate(ask("d", 20, seed=3, prefix=others))
+    assert rest.spans == (*others.spans, VersionSpan(1, 0, 8, 20))
     full = Completion(whole.token_ids, whole.logprobs, whole.spans, "abort")
     assert (await engine.generate(ask("c", 20, prefix=full))).finish_reason == "length"
 

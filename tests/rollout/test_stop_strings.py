@@ -80,10 +80,10 @@ def test_an_empty_string_is_refused() -> None:
 
 
 def test_a_cut_keeps_numbers_and_versions_of_what_stays() -> None:
-    spans = (VersionSpan(1, 0, 0, 2), VersionSpan(1, 1, 2, 4), VersionSpan(1, 2, 4, 5))
+    spans = (VersionSpan(1, 0, 0, 2), VersionSpan(1, 1, 2, 4, "rollout-1"), VersionSpan(1, 2, 4, 5))
     whole = Completion(np.arange(5, dtype=np.int32), -np.arange(5, dtype=np.float32), spans, "abort")
     part = cut(whole, 3)
     assert part.token_ids.tolist() == [0, 1, 2]
     assert part.logprobs.tolist() == [0, -1, -2]
-    assert part.spans == (VersionSpan(1, 0, 0, 2), VersionSpan(1, 1, 2, 3))
+    assert part.spans == (VersionSpan(1, 0, 0, 2), VersionSpan(1, 1, 2, 3, "rollout-1"))
     assert part.finish_reason == "stop"

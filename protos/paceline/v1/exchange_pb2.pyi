@@ -490,8 +490,9 @@ class EpisodeTurn(_message.Message):
     """A finished turn: what it appends to one row of its sample. Payload: row [1] i32, index of the row within the sample (one
     more than the rows so far begins a new row), context_ids [K] i32 (tokens that the model reads before it samples: of
     a new row its prompt, else what the environment added), token_ids [T] i32, logprobs [T] f32, spans [S, 4] i64 (session,
-    step, start, end) over the sampled tokens; followed by a frame with a serialized TurnNote. It is answered COMMITTED,
-    DUPLICATE (the record is there already) or STALE (the attempt does not hold the lease any more).
+    step, start, end) over the sampled tokens, perhaps samplers and sampler_names as in GroupResult; followed by a frame with
+    a serialized TurnNote. It is answered COMMITTED, DUPLICATE (the record is there already) or STALE (the attempt does not
+    hold the lease any more).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -645,6 +646,10 @@ class GroupResult(_message.Message):
     """A generated group. Payload: prompt_ids [P] i32, token_ids [ΣT] i32, lengths [C] i32, logprobs [ΣT] f32,
     spans [S, 5] i64 (completion, session, step, start, end), truncated [C] bool (cut off at its token limit);
     followed by a frame with a serialized Texts.
+
+    The rollout workers that sampled the tokens are two more arrays, which 0.1.0 does not write: samplers [S] i32, for each
+    span an index into the names, -1 if unknown; sampler_names [B] u8, their member ids in UTF-8, separated by newlines. Each
+    name is there once and is used. The digest does not cover them.
 
     Of a run with an environment a group has R rows instead of C completions, in the order of their samples; a sample may have
     several rows, or none when it was given up. Then prompt_ids [ΣP] holds the prompts of all rows, and the payload has these

@@ -1,15 +1,25 @@
-"""Checks a result against the ledger, in its transaction: its token ids, the versions of its tokens, and the prefix that it
-continues. `uploads/` has checked every number before."""
+"""Checks a result against the ledger, in its transaction: its token ids, the versions and samplers of its tokens, and the
+prefix that it continues. `uploads/` has checked every number before."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from paceline.groups import Completion, Group, IntArray, Version
+from paceline.groups import (
+    MAX_HOLDERS,
+    Completion,
+    Group,
+    IntArray,
+    Version,
+    VersionSpan,
+    continued_spans,
+    held_attempt,
+    joined_spans,
+)
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.exchange.uploads.intake import UploadedGroup
 from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
@@ -28,9 +38,10 @@ def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
 def fault_of_result(
     exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, uploaded: UploadedGroup
 ) -> str:
-    """Return why the ids, versions or continued prefix of a result are impossible; empty if they are possible. A worker's
-    tokens have versions that it acknowledged or was offered; the prefix of its lease has versions of
-    earlier holders. The turns of rows were compared when they were submitted."""
+    """Return why the ids, versions, samplers or continued prefix of a result are impossible; empty if they are possible. A
+    worker's tokens have versions that it acknowledged or was offered, and the worker as their sampler; the prefix of
+    its lease has versions and samplers of earlier holders. Workers of 0.1.0 name no sampler, also in a prefix that they
+    continue. The turns of rows were compared when they were submitted."""
     group = uploaded.group
     if (fault := fault_of_ids(exchange, run, uploaded.max_id)) or group.rows is not None:
         return fault
@@ -43,15 +54,15 @@ def fault_of_result(
         return fault
     try:
         prefix = _prefix_of(exchange, run, row)
-    except (DamagedRecord, UnopenedSegment):
-        return ""  # the prefix cannot be compared; the result replaces it
-    if held is not None and newest > held:
-        lost = attempt > 1 and prefix is None and exchange.ledger.counters(run.run_id).get("failures:damaged")
-        if not lost and (prefix is None or newest > prefix.newest):
-            return f"version {tuple(newest)} in spans is newer than {tuple(held)}, the newest that {member_id} acknowledged"
-    if prefix is None or attempt <= prefix.attempt:  # leased before the prefix was returned
-        return ""
-    return _fault_of_continuation(prefix, group)
+    except (DamagedRecord, UnopenedSegment):  # the prefix cannot be compared; the result replaces it
+        return _fault_of_holders(group, member_id, row, attempt)
+    lost = attempt > 1 and prefix is None and exchange.ledger.counters(run.run_id).get("failures:damaged")
+    if held is not None and newest > held and not lost and (prefix is None or newest > prefix.newest):
+        return f"version {tuple(newest)} in spans is newer than {tuple(held)}, the newest that {member_id} acknowledged"
+    if lost or (prefix is not None and attempt <= prefix.attempt):  # leased before the prefix was returned
+        return _fault_of_holders(group, member_id, row, attempt)
+    fault = "" if prefix is None else _fault_of_continuation(prefix, group)
+    return fault or _fault_of_samplers(prefix, group, member_id)
 
 
 def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[Version]) -> str:
@@ -131,6 +142,42 @@ def _fault_of_continuation(prefix: Prefix, group: Group) -> str:
         )
         if not same:
             return f"completion {index} does not begin with the {size} tokens of the lease's prefix"
+    return ""
+
+
+def _fault_of_samplers(prefix: Prefix | None, group: Group, member_id: str) -> str:
+    """Return which tokens of a result name a wrong sampler; empty if there are none, or if no token names a sampler. The
+    result continues the prefix, so only the samplers of its spans can differ."""
+    samplers = _samplers_of(group)
+    if not any(samplers) or (prefix is None and samplers == {member_id}):
+        return ""
+    for index, completion in enumerate(group.completions):
+        begun: Sequence[VersionSpan] = () if prefix is None else prefix.completions[index].spans
+        expected = joined_spans(continued_spans(begun, completion.spans, member_id))
+        for span, right in zip(joined_spans(completion.spans), expected, strict=False):
+            if span != right:
+                return (
+                    f"samplers has {span.sampler!r} for tokens {span.start} to {span.end} of completion {index}, but "
+                    f"{right.sampler!r} sampled tokens {right.start} to {right.end}; a result keeps the samplers of its "
+                    f"prefix and names {member_id} for all other tokens"
+                )
+    return ""
+
+
+def _samplers_of(group: Group) -> set[str]:
+    return {span.sampler for completion in group.completions for span in completion.spans}
+
+
+def _fault_of_holders(group: Group, member_id: str, row: sqlite3.Row, attempt: int) -> str:
+    """Return which samplers of a result whose prefix cannot be compared are no holders of its attempt or earlier ones;
+    empty if there are none."""
+    earlier = range(max(1, attempt - MAX_HOLDERS), attempt)
+    holders = {member_id, *(held_attempt(row["holders"], number) for number in earlier)} - {""}
+    if others := _samplers_of(group) - holders - {""}:
+        return (
+            f"sampler_names has {sorted(others)[:8]}, but attempts up to {attempt} were leased to {sorted(holders)[:8]}; "
+            "tokens name the worker that sampled them"
+        )
     return ""
 
 

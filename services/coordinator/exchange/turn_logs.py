@@ -112,7 +112,7 @@ def _fault_of_sample(name: str, sample: SampleTurns | None, turns: list[GroupTur
     after_left_out = _turns_after_left_out(sample)
     for turn, record in zip(turns, expected, strict=True):
         if (turn.row_index, turn.digest) != (rows[record["row_index"]], record["digest"]):
-            return f"{name} has other tokens in turn {record['turn']} than the ledger"
+            return f"{name} has other tokens or samplers in turn {record['turn']} than the ledger"
         if record["turn"] not in after_left_out and turn.context_digest != record["context_digest"]:
             return f"{name} has other tokens before turn {record['turn']} than the ledger"
     return ""

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import hmac
 import logging
-import re
 from typing import Any
 
+from paceline.array_frames import MEMBER_ID
 from paceline.calls.connection import FORM
 from paceline.errors import Conflict, InvalidInput
 from paceline.rate_limited_log import RateLimitedLog
@@ -19,7 +19,6 @@ from paceline.tls.folder import tls_folder
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
 
-MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_ADDRESS = 256
 """Largest number of characters of an address, host:port."""
 MAX_RUN_ID = 128

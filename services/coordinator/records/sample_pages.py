@@ -218,7 +218,7 @@ def _group_content(
     extra: dict[str, list[Any]],
 ) -> dict[str, Any]:
     """Return what `paceline samples --json` prints of a group: prompt, columns, and for each completion its text,
-    tokens, versions, rewards by function (null if a function returned None), their sum with the weights of `step`,
+    tokens, versions, samplers, rewards by function (null if a function returned None), their sum with the weights of `step`,
     and the columns that the functions logged (`extra`). Raises WireError."""
     prompt_ids, completions = decode_result(arrays, texts)
     sampled = episodes(arrays, texts)
@@ -230,6 +230,7 @@ def _group_content(
                 "logprobs": completion.logprobs.tolist(),
                 "finish_reason": completion.finish_reason,
                 "spans": [[s.start, s.end, s.session, s.step] for s in completion.spans],
+                "samplers": [s.sampler for s in completion.spans],
             }
             for completion in completions
         ]
@@ -378,8 +379,8 @@ def total_tokens(completion: dict[str, Any]) -> int:
 
 def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
     """Return the content of each sample of a group; None for a group without an environment. Raises WireError.
-    `token_ids`, `logprobs` and `spans` are those that the model sampled, in all rows of the sample, so that exports
-    read an episode as a completion. `rows` has every token that the model read: `sampled` is the mask, 1 for sampled
+    `token_ids`, `logprobs`, `spans` and the `samplers` of spans are those that the model sampled, in all rows of the
+    sample, so that exports read an episode as a completion. `rows` has every token that the model read: `sampled` is the mask, 1 for sampled
     tokens. `turns` are in the order of rows: row, start, end, reward (null for none)."""
     _, rows = decode_result(arrays, texts)
     owners = split_rows(CompletionArrays.of(arrays), rows)
@@ -411,6 +412,7 @@ def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: excha
         "logprobs": [value for completion in sampled for value in completion.logprobs.tolist()],
         "finish_reason": rows[numbers[-1]].finish_reason if numbers else "",
         "spans": spans,
+        "samplers": [s.sampler for completion in sampled for s in completion.spans],
         "messages": messages,
         "prompt": json.loads(text.prompt_json) if text.prompt_json else None,
         "tools": json.loads(text.tools_json) if text.tools_json else [],

@@ -14,10 +14,10 @@ import numpy as np
 from paceline.chat.answer_reader import AnswerPart, AnswerReader, begun_chars, calls_of, content_of, joined
 from paceline.chat.completion_texts import completion_text, text_of
 from paceline.errors import NotFound, Unavailable
-from paceline.groups import Completion, IntArray, Version
+from paceline.groups import Completion, IntArray, Version, cut_spans
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.stop_strings import StopStrings, cut
-from paceline.services.openai.frames import Choice, Delta, Echo, cut_spans, model_name
+from paceline.services.openai.frames import Choice, Delta, Echo, model_name
 from paceline.spec import RunSpec
 
 UNFINISHED = "\ufffd"

@@ -175,7 +175,7 @@ async def test_a_completion_has_one_text_by_every_way(
         tools_json=json.dumps(tools) if tools else "",
         params=params_message(spec.policy.generation),
     )
-    _, sampled = await GroupSampler(engine, tokenizer, spec, lambda group_id: None).sample(lease, None)
+    _, sampled = await GroupSampler(engine, tokenizer, spec, "rollout-1", lambda group_id: None).sample(lease, None)
     found = [*(await EngineModel(served).sample(prompt, 0, 0, tools)), *sampled]
     async with endpoint_of(served, "127.0.0.1", 0) as url, opened_url(spec, settings(url)) as asked:
         found += await asked.sample(prompt, 0, 0, tools)

@@ -27,7 +27,7 @@ TOOL: Any = {
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-SPANS = (VersionSpan(1, 4, 0, 1), VersionSpan(1, 5, 1, 2))
+SPANS = (VersionSpan(1, 4, 0, 1, "rollout-1"), VersionSpan(1, 5, 1, 2, "rollout-2"))
 
 
 def answered(message: dict[str, Any] | None = None, reason: str = "stop") -> AgentAnswer:

@@ -152,7 +152,7 @@ async def test_a_request_says_what_the_lease_wants(rollout: Rollout) -> None:
     turn = await rollout.sample(RequiredWeights(oldest_step=3), TURN._replace(params=params))
     assert turn.token_ids.tolist() == [11, 12]
     assert turn.logprobs.tolist() == [-1.0, -1.0]
-    assert turn[2:] == ((VersionSpan(1, 4, 0, 2),), "stop", "11 12")
+    assert turn[2:] == ((VersionSpan(1, 4, 0, 2, "a"),), "stop", "11 12")
     (request,) = rollout.a.requests
     assert list(request.prompt_ids) == [1, 2, 3]
     assert (request.run_id, request.session, request.seed) == (RUN, "7/0", 7)
@@ -175,7 +175,9 @@ async def test_the_turn_of_a_worker_that_drains_goes_on_at_another(rollout: Roll
     turn = await rollout.sample()
     # `a` began, `b` went on and drained too, twice; then both are asked again.
     assert turn.token_ids.tolist() == [21, 22, 23, 11, 12]
-    assert turn.spans == (VersionSpan(1, 4, 0, 5),)
+    assert {span[:2] for span in turn.spans} == {(1, 4)}
+    samplers_T = [span.sampler for span in turn.spans for _ in range(span.start, span.end)]
+    assert samplers_T in (["a", "a", "b", "a", "a"], ["a", "a", "b", "b", "b"])
     assert turn.finish_reason == "stop"
     begun = [list(request.begun_ids) for request in (*rollout.a.requests, *rollout.b.requests)]
     assert begun.count([]) == 1
@@ -183,11 +185,11 @@ async def test_the_turn_of_a_worker_that_drains_goes_on_at_another(rollout: Roll
     assert [21, 22, 23] in begun
 
 
-async def test_tokens_of_two_versions_keep_theirs(rollout: Rollout) -> None:
+async def test_tokens_of_two_versions_and_workers_keep_theirs(rollout: Rollout) -> None:
     rollout.a.script = [answers([21, 22], "abort", step=4)]
     rollout.b.script = [answers([23, 24], "length", step=5)]
     turn = await rollout.sample()
-    assert turn.spans == (VersionSpan(1, 4, 0, 2), VersionSpan(1, 5, 2, 4))
+    assert turn.spans == (VersionSpan(1, 4, 0, 2, "a"), VersionSpan(1, 5, 2, 4, "b"))
 
 
 async def test_a_worker_that_dies_costs_its_answer_and_the_next_goes_to_another(rollout: Rollout) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from rollout_bench import PATIENCE_S, TWO_TURNS, Bench, Engine, lease
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, VersionSpan
-from paceline.rollout.engine import GenerationRequest, check_prompt_length
+from paceline.rollout.engine import GenerationRequest, check_prompt_length, empty_completion
 from paceline.services.demo.task import make_tokenizer
 from paceline.services.rollout.group_sampler import GroupSampler
 from paceline.services.rollout.run import (
@@ -99,7 +100,7 @@ async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(t
     spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
     engine: Any = Engine()
     tokenizer = make_tokenizer()
-    sampler = GroupSampler(engine, tokenizer, spec, lambda group_id: None)
+    sampler = GroupSampler(engine, tokenizer, spec, "rollout-1", lambda group_id: None)
     _, completions = await sampler.sample(lease(0, '"1+1"'), None)
     assert len(completions) == 2
     for request in engine.asked:
@@ -132,7 +133,7 @@ async def test_rewards_that_look_for_an_opening_that_the_prompt_has_are_warned_o
     engine: Any = Engine()
     for opening, expected in (("<a>", 0), ("<a><think>\n", remedy is not None)):
         tokenizer = character_tokenizer(PLAIN.replace("<a>", opening))
-        sampler = GroupSampler(engine, tokenizer, spec, lambda group_id: None, warn)
+        sampler = GroupSampler(engine, tokenizer, spec, "rollout-1", lambda group_id: None, warn)
         messages = json.dumps([{"role": "user", "content": "1+1?"}])
         for _ in range(2):
             await sampler.sample(lease(0, messages), None)
@@ -146,14 +147,14 @@ async def test_a_prompt_has_the_tools_of_its_lease(tmp_path: Path) -> None:
     leased = lease(0, json.dumps(messages), tools_json=json.dumps(tools))
     engine: Any = Engine()
     tokenizer = character_tokenizer(HERMES)
-    prompt_ids, _ = await GroupSampler(engine, tokenizer, make_spec(tmp_path), lambda group_id: None).sample(
-        leased, None
-    )
+    prompt_ids, _ = await GroupSampler(
+        engine, tokenizer, make_spec(tmp_path), "rollout-1", lambda group_id: None
+    ).sample(leased, None)
     rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(prompt_ids) == rendered
     assert '"name": "add"' in rendered
 
-    plain = GroupSampler(engine, character_tokenizer(PLAIN), make_spec(tmp_path), lambda group_id: None)
+    plain = GroupSampler(engine, character_tokenizer(PLAIN), make_spec(tmp_path), "rollout-1", lambda group_id: None)
     with pytest.raises(InvalidInput, match="has tools, which the chat template of the tokenizer does not read"):
         await plain.sample(leased, None)
 
@@ -240,6 +241,41 @@ async def test_a_group_that_is_in_hand_already_is_not_begun_twice(bench: Bench) 
     back = sorted([await bench.exchange.next(), await bench.exchange.next()], key=lambda r: int(r.group_id))
     assert [(result.group_id, result.attempt) for result in back] == [(0, 1), (1, 1)]
     assert not bench.working.done()
+
+
+class Joining(Engine):
+    """Engine that adds one token to a prefix, with one span for all tokens."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        number = 1 + (len(request.prefix.token_ids) if request.prefix else 0)
+        ids = np.full(number, 3, np.int32)
+        return Completion(ids, np.zeros(number, np.float32), (VersionSpan(1, 0, 0, number),), "stop")
+
+
+BEGUN = Completion(np.full(2, 3, np.int32), np.zeros(2, np.float32), (VersionSpan(1, 0, 0, 2, "rollout-0"),), "abort")
+OWN, LATER = VersionSpan(1, 0, 0, 1, "rollout-1"), VersionSpan(1, 0, 2, 3, "rollout-1")
+
+
+@pytest.mark.parametrize(
+    ("begun", "spans"),
+    [
+        ((), ((OWN,), (OWN,))),
+        ((BEGUN, replace(BEGUN, finish_reason="stop")), ((*BEGUN.spans, LATER), BEGUN.spans)),
+        (
+            (replace(BEGUN, spans=(VersionSpan(1, 0, 0, 2),)), empty_completion()),
+            ((VersionSpan(1, 0, 0, 2), LATER), (OWN,)),
+        ),
+    ],
+)
+async def test_tokens_name_the_worker_that_sampled_them(
+    tmp_path: Path, begun: tuple[Completion, ...], spans: tuple[tuple[VersionSpan, ...], ...]
+) -> None:
+    engine: Any = Joining()
+    sampler = GroupSampler(engine, make_tokenizer(), make_spec(tmp_path), "rollout-1", lambda group_id: None)
+    prefix = encode_completions(np.array([1], np.int32), begun) if begun else None
+    leased = lease(0, '"1+1"', prefix_finish_reasons=[each.finish_reason for each in begun])
+    _, completions = await sampler.sample(leased, prefix)
+    assert tuple(completion.spans for completion in completions) == spans
 
 
 @pytest.mark.parametrize("samples", [None, 1])

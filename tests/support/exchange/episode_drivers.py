@@ -25,7 +25,9 @@ TURNS = 3
 """Turns of a scripted episode."""
 
 
-def make_turn(version: Version, seed: int, row: int = 0, context: int = 2, length: int = 3) -> TurnArrays:
+def make_turn(
+    version: Version, seed: int, row: int = 0, context: int = 2, length: int = 3, sampler: str = ""
+) -> TurnArrays:
     """A turn of `length` tokens after `context` that the environment added."""
     rng = np.random.default_rng(seed)
     return TurnArrays(
@@ -33,7 +35,7 @@ def make_turn(version: Version, seed: int, row: int = 0, context: int = 2, lengt
         rng.integers(0, 50, context).astype(np.int32),
         rng.integers(0, 50, length).astype(np.int32),
         -rng.random(length).astype(np.float32),
-        (VersionSpan(*version, 0, length),),
+        (VersionSpan(*version, 0, length, sampler),),
     )
 
 
@@ -120,13 +122,14 @@ class EnvironmentWorker:
         return self.turn(held, sample, self.next_turn(held, sample, version), last=last)
 
     def next_turn(self, held: Episodes, sample: int, version: Version) -> TurnArrays:
-        """Return the next scripted turn of a sample: a function of its attempt too, as sampling is. Every third begins a row."""
+        """Return the next scripted turn of a sample: a function of its attempt too, as sampling is. Every third begins a row.
+        Two workers sample in turn."""
         episode = held.samples[sample]
         index = len(episode.turns)
         rows = max((turn.row for turn in episode.turns), default=-1)
         row = rows + 1 if index % 3 == 0 else rows
         place = held.lease.group_id, held.lease.attempt, sample, episode.life, index
-        return make_turn(version, zlib.crc32(repr(place).encode()), row)
+        return make_turn(version, zlib.crc32(repr(place).encode()), row, sampler=f"rollout-{index % 2}")
 
     def play_all(self, held: Episodes, version: Version, turns: int = TURNS) -> None:
         """Plays every episode to its end."""

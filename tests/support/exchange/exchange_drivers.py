@@ -263,6 +263,12 @@ def make_completion(version: Version, length: int, seed: int, text: str = "t") -
     return Completion(tokens_T, logprobs_T, (VersionSpan(*version, 0, length),), "stop", text)
 
 
+def named(completion: Completion, *samplers: str) -> Completion:
+    """The completion with the sampler of each of its spans."""
+    spans = zip(completion.spans, samplers, strict=True)
+    return replace(completion, spans=tuple(span._replace(sampler=sampler) for span, sampler in spans))
+
+
 def go_on(begun: Completion, fresh: Completion) -> Completion:
     """A completion that another worker began, and this one ends after MAX_NEW_TOKENS at most."""
     start = len(begun.token_ids)
@@ -272,7 +278,7 @@ def go_on(begun: Completion, fresh: Completion) -> Completion:
         reason = "length" if begun.finish_reason == "abort" else begun.finish_reason
         return replace(begun, finish_reason=reason, text=fresh.text)
     version = fresh.spans[0]
-    spans = (*begun.spans, VersionSpan(version.session, version.step, start, len(tokens_T)))
+    spans = (*begun.spans, version._replace(start=start, end=len(tokens_T)))
     logprobs_T = np.concatenate([begun.logprobs, fresh.logprobs[new]])
     return Completion(tokens_T, logprobs_T, spans, "stop", fresh.text)
 
@@ -314,7 +320,10 @@ class Rollout:
     def completions(self, lease: pb.Lease, length: int = 4) -> list[Completion]:
         """Return the completions for a lease: completion i has length + i tokens."""
         seeds = [lease.group_id * 100 + lease.attempt * 10 + i for i in range(lease.num_generations)]
-        fresh = [make_completion(self.version, length + i, seed, f"{seed}") for i, seed in enumerate(seeds)]
+        fresh = [
+            named(make_completion(self.version, length + i, seed, f"{seed}"), self.member_id)
+            for i, seed in enumerate(seeds)
+        ]
         begun = self.world.begun.get((lease.group_id, lease.attempt))
         return fresh if begun is None else [go_on(*pair) for pair in zip(begun, fresh, strict=True)]
 

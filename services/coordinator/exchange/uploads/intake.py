@@ -22,7 +22,7 @@ import xxhash
 
 from paceline.array_frames import Buffer
 from paceline.errors import WireError
-from paceline.groups import FloatArray, Group, IntArray, Version, VersionSpan
+from paceline.groups import FloatArray, Group, IntArray, Version, VersionSpan, joined_spans
 from paceline.services.coordinator.ledger.segments import Location, PayloadStore, Record
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
@@ -202,13 +202,11 @@ def check_number(name: str, value: float) -> None:
 
 
 def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[VersionSpan]) -> str:
-    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and the version of each token."""
-    lengths: list[list[int]] = []
-    for session, step, start, end in spans:
-        if lengths and lengths[-1][:2] == [session, step]:
-            lengths[-1][2] += end - start
-        else:
-            lengths.append([session, step, end - start])
+    """Return XXH3-128 over a turn's sampled tokens, log-probabilities, and the version and sampler of each token. A turn
+    without samplers has the digest of 0.1.0."""
+    joined = joined_spans(spans)
+    has_samplers = any(span.sampler for span in joined)
+    lengths = [[*span[:2], span.end - span.start, *([span.sampler] if has_samplers else [])] for span in joined]
     state = xxhash.xxh3_128()
     state.update(len(token_ids).to_bytes(8, "little"))
     state.update(np.ascontiguousarray(token_ids, "<i4").data)

@@ -70,6 +70,7 @@ def test_samples_show_texts_rewards_and_versions(writer: Writer, tmp_path: Path)
     assert group["reward"] == pytest.approx((1.25 + 0.0) / 2)
     assert [len(c["token_ids"]) for c in group["completions"]] == list(COMPLETION_LENGTHS)
     assert group["completions"][1]["spans"] == [[0, 1, 1, 0], [1, 3, 1, 1]]
+    assert group["completions"][1]["samplers"] == ["", ""]
 
 
 def test_samples_read_as_text(writer: Writer, tmp_path: Path) -> None:

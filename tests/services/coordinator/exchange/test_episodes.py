@@ -18,7 +18,7 @@ from exchange_drivers import COMMITTED, DUPLICATE, INVALID, STALE, Learner, Make
 
 from paceline.groups import Version
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import decode_group
+from paceline.wire import decode_group, sampler_names
 
 VERSION = Version(1, 0)
 
@@ -59,6 +59,9 @@ def test_a_group_of_episodes_from_its_lease_to_trained(world: World) -> None:
     assert group.rows is not None
     assert group.rows.samples == (0, 0, 1, 1)
     assert group.digest() == outcome.reply.batch.groups[1].digest
+    assert sampler_names(outcome.payloads[1]) == ("rollout-0", "rollout-1")
+    samplers = [[span.sampler for span in row.spans] for row in group.completions]
+    assert samplers == [["rollout-0", "rollout-1", "rollout-0"], ["rollout-1"]] * 2
     assert learner.receipt(0, 0, outcome.reply.batch.groups).reply.status == COMMITTED
     assert books(world) == {"generated": 42, "trained": 42, "dropped": 0, "live": 0, "wasted": 0}
 

@@ -208,7 +208,7 @@ def test_an_unfinished_group_goes_on_elsewhere(world: World) -> None:
     whole = type(done)(
         np.concatenate([prefix[1].token_ids, more.token_ids]),
         np.concatenate([prefix[1].logprobs, more.logprobs]),
-        (VersionSpan(1, 0, 0, 5), VersionSpan(1, 1, 5, 8)),
+        (VersionSpan(1, 0, 0, 5, "a"), VersionSpan(1, 1, 5, 8, "b")),
         "stop",
         "whole",
     )

@@ -19,10 +19,11 @@ from episode_drivers import (
 )
 from exchange_drivers import COMMITTED, INVALID, STALE, MakeWorld, Rollout, World, group_result
 
-from paceline.groups import Version, VersionSpan
+from paceline.groups import Version, VersionSpan, joined_spans
 from paceline.services.coordinator.exchange import turn_logs
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.requests import lease as lease_requests
+from paceline.services.coordinator.exchange.uploads.intake import turn_digest
 from paceline.services.coordinator.ledger import segments
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_result
@@ -65,22 +66,30 @@ def without(held: Episodes) -> None:
 CHANGES: dict[str, tuple[Callable[[Episodes], None], str]] = {
     "token": (
         lambda held: changed_turn(held, token_ids=np.array([1, 2, 49], np.int32)),
-        "has other tokens in turn 1",
+        "has other tokens or samplers in turn 1",
     ),
     "logprob": (
         lambda held: changed_turn(held, logprobs=np.full(3, -9, np.float32)),
-        "has other tokens in turn 1",
+        "has other tokens or samplers in turn 1",
     ),
     "version": (
         lambda held: changed_turn(held, spans=(VersionSpan(0, 0, 0, 3),)),
-        "has other tokens in turn 1",
+        "has other tokens or samplers in turn 1",
+    ),
+    "sampler": (
+        lambda held: changed_turn(held, spans=(VersionSpan(1, 0, 0, 3, "rollout-0"),)),
+        "has other tokens or samplers in turn 1",
+    ),
+    "no sampler": (
+        lambda held: changed_turn(held, spans=(VersionSpan(1, 0, 0, 3),)),
+        "has other tokens or samplers in turn 1",
     ),
     "context": (
         lambda held: changed_turn(held, context_ids=np.array([1], np.int32)),
         "has other tokens before turn 1",
     ),
     "turn missing": (shorter, "has 2 turns, but 3 in the ledger"),
-    "row": (other_row, "has other tokens in turn 1"),
+    "row": (other_row, "has other tokens or samplers in turn 1"),
     "sample missing": (without, "has 0 turns, but 3 in the ledger"),
 }
 
@@ -97,6 +106,19 @@ def test_a_result_that_is_not_its_turn_log_is_invalid(
     assert (reply.status, message in reply.message) == (INVALID, True), reply.message
     assert world.dump() == before
     assert world.send(*good).reply.status == COMMITTED
+
+
+def test_a_digest_of_a_turn_covers_its_samplers() -> None:
+    def digest(*samplers: str) -> str:
+        spans = (VersionSpan(1, 4, 0, 1), VersionSpan(1, 4, 1, 2), VersionSpan(1, 5, 2, 3))
+        named = [span._replace(sampler=sampler) for span, sampler in zip(spans, samplers, strict=True)]
+        assert turn_digest(token_ids, logprobs, named) == turn_digest(token_ids, logprobs, joined_spans(named))
+        return turn_digest(token_ids, logprobs, named)
+
+    token_ids, logprobs = np.array([2, 3, 4], np.int32), np.array([-1, -2, -0.5], np.float32)
+    assert digest("", "", "") == "0694a6674a652cbba2e5077a0a746c5e"  # as in 0.1.0
+    others = [digest("a", "a", "a"), digest("b", "b", "b"), digest("a", "b", "b"), digest("a", "a", "")]
+    assert len({digest("", "", ""), *others}) == 5
 
 
 def test_a_result_before_its_last_turn_is_invalid(world: World) -> None:

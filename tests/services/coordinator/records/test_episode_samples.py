@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from episode_groups import episode_group, episode_texts
 
 from paceline.services.cli.render import sample_text
@@ -11,12 +13,15 @@ from paceline.wire import encode_result
 
 def test_a_sample_has_its_conversation_turns_and_rows() -> None:
     group = episode_group()
-    arrays, texts = encode_result(group.prompt_ids, group.completions, group.rows, episode_texts())
+    row, *others = group.completions
+    named = replace(row, spans=(row.spans[0]._replace(sampler="rollout-1"), *row.spans[1:]))
+    arrays, texts = encode_result(group.prompt_ids, [named, *others], group.rows, episode_texts())
     found = episodes(arrays, texts)
     assert found is not None
     first, second = found
     assert first["token_ids"] == [7, 8, 10, 11]
     assert first["spans"] == [[0, 2, 1, 3], [2, 3, 1, 3], [3, 4, 1, 4]]
+    assert first["samplers"] == ["rollout-1", "", ""]
     assert [row["sampled"] for row in first["rows"]] == [[1, 1, 0, 1], [1]]
     assert first["turns"] == [[0, 0, 2, 0.5], [0, 3, 4, None], [1, 0, 1, 1.0]]
     assert first["text"] == "two"

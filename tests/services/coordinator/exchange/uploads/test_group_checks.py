@@ -21,6 +21,7 @@ from exchange_drivers import (
     group_result,
     make_completion,
     make_spec,
+    named,
 )
 
 from paceline.errors import SpecError
@@ -29,7 +30,7 @@ from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.lifecycle.submission_checks import refuse_large_groups
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import encode_completions
+from paceline.wire import decode_result, encode_completions, sampler_names
 
 GOOD = make_completion(Version(1, 0), 3, 0)
 
@@ -75,6 +76,9 @@ LIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tiny log-probability": ({"completion": logprobs(-1, -3e38, -1)}, ("logprobs", "-100000")),
     "not a number": ({"completion": logprobs(-1, float("nan"), -1)}, ("logprobs",)),
     "text without end": ({"completion": replace(GOOD, text="x" * 100_000)}, ("texts", "6 tokens")),
+    "another's name": ({"completion": named(GOOD, "ahead")}, ("samplers has 'ahead'", "'rollout'", "completion 0")),
+    "a name on one of two": ({"completion": named(GOOD, "rollout")}, ("samplers has ''", "'rollout'", "completion 1")),
+    "a name that is none": ({"completion": named(GOOD, "a b")}, ("sampler_names has 'a b'",)),
     "a reason that is none": ({"completion": replace(GOOD, finish_reason="tired")}, ("tired", "stop")),
 }
 
@@ -214,7 +218,8 @@ def begun_by_another(world: World) -> tuple[Rollout, pb.Lease]:
     """Return a lease with one finished and one unfinished sample of a newer version."""
     first, second = Rollout(world, "first", step=1), Rollout(world, "second")
     (lease,) = first.lease()
-    assert first.return_lease(lease, [DONE, BEGUN]).reply.status == COMMITTED
+    prefix = [named(DONE, "first"), named(BEGUN, "first")]
+    assert first.return_lease(lease, prefix).reply.status == COMMITTED
     (again,) = second.lease()
     assert again.prefix_frame
     return second, again
@@ -252,6 +257,53 @@ def test_what_a_lease_came_with_stays_as_it_was(world: World, what: str) -> None
     assert world.send(request, frames).reply.status == COMMITTED
 
 
+def send(world: World, lease: pb.Lease, pair: list[Completion], member_id: str = "second") -> pb.ExchangeReply:
+    request, frames = group_result(lease.group_id, lease.attempt, pair)
+    request.member_id = member_id
+    return world.send(request, frames).reply
+
+
+@pytest.mark.parametrize(
+    ("samplers", "message"),
+    [
+        ((("second",), ("first", "second")), "samplers has 'second' for tokens 0 to 2 of completion 0, but 'first'"),
+        ((("first",), ("second", "second")), "samplers has 'second' for tokens 0 to 3 of completion 1, but 'first'"),
+        ((("first",), ("first", "first")), "samplers has 'first' for tokens 3 to 4 of completion 1, but 'second'"),
+        ((("first",), ("first", "third")), "samplers has 'third' for tokens 3 to 4 of completion 1, but 'second'"),
+        ((("first",), ("first", "")), "samplers has '' for tokens 3 to 4 of completion 1, but 'second'"),
+        ((("",), ("", "second")), "samplers has '' for tokens 0 to 2 of completion 0, but 'first'"),
+        ((("",), ("", "")), ""),  # by a worker of 0.1.0
+    ],
+)
+def test_the_tokens_of_a_prefix_keep_their_samplers(
+    world: World, samplers: tuple[tuple[str, ...], tuple[str, ...]], message: str
+) -> None:
+    _, lease = begun_by_another(world)
+    reply = send(world, lease, [named(DONE, *samplers[0]), named(longer(), *samplers[1])])
+    assert message in reply.message
+    assert (reply.status == INVALID) == bool(message)
+
+
+def test_a_group_names_each_worker_that_continued_it(world: World) -> None:
+    _, lease = begun_by_another(world)
+    pair = [named(DONE, "first"), named(longer(), "first", "second")]
+    assert send(world, lease, pair).status == COMMITTED
+    payload = world.ledger.payload(world.run_id, lease.group_id)
+    assert payload is not None
+    texts, arrays = payload.read()
+    assert sampler_names(arrays) == ("first", "second")
+    assert [c.spans for c in decode_result(arrays, texts)[1]] == [c.spans for c in pair]
+
+
+def test_a_later_attempt_without_a_prefix_names_no_earlier_holder(world: World) -> None:
+    first, second = Rollout(world, "first"), Rollout(world, "second")
+    (lease,) = first.lease()
+    first.return_lease(lease)
+    (again,) = second.lease()
+    assert "samplers has 'first'" in send(world, again, [named(GOOD, "first")] * 2).message
+    assert second.finish(again) == COMMITTED
+
+
 def test_a_later_attempt_has_no_versions_that_its_worker_does_not_hold(world: World) -> None:
     first, second = Rollout(world, "first"), Rollout(world, "second")
     (lease,) = first.lease()
@@ -283,9 +335,14 @@ def test_a_beginning_that_was_lost_refuses_no_result(world: World) -> None:
     with world.ledger.transaction():
         selection.handle_damaged(world.exchange, world.run, DamagedRecord("gone", row["segment"], row["start"]))
     assert world.ledger.db.execute("SELECT 1 FROM payloads WHERE kind = 'prefix'").fetchone() is None
-    request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
-    request.member_id = "second"
-    assert world.send(request, frames).reply.status == COMMITTED
+    _names_holders(world, lease)
+
+
+def _names_holders(world: World, lease: pb.Lease) -> None:
+    """Assert that a result whose prefix cannot be compared is committed if it names holders of the group alone."""
+    refused = send(world, lease, [named(DONE, "ahead"), named(longer(), "first", "second")])
+    assert "sampler_names has ['ahead'], but attempts up to 2 were leased to ['first', 'second']" in refused.message
+    assert send(world, lease, [named(DONE, "first"), named(longer(), "first", "second")]).status == COMMITTED
 
 
 def test_an_attempt_from_before_the_return_need_not_continue_its_prefix(world: World) -> None:
@@ -294,6 +351,8 @@ def test_an_attempt_from_before_the_return_need_not_continue_its_prefix(world: W
     world.release("slow")
     (again,) = quick.lease()
     assert quick.return_lease(again, [GOOD, replace(GOOD, finish_reason="abort")]).reply.status == COMMITTED
+    refused = send(world, lease, [named(GOOD, "quick")] * 2, "slow")
+    assert "sampler_names has ['quick'], but attempts up to 1 were leased to ['slow']" in refused.message
     assert slow.finish(lease) == COMMITTED
 
 
@@ -303,9 +362,7 @@ def test_a_beginning_that_is_damaged_by_now_refuses_no_result(world: World) -> N
     world.ledger.payloads.recent.evict(row["segment"], row["start"])
     (segment,) = world.ledger.payloads.folder.glob("*.seg")
     segment.write_bytes(bytes(segment.stat().st_size))
-    request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
-    request.member_id = "second"
-    assert world.send(request, frames).reply.status == COMMITTED
+    _names_holders(world, lease)
 
 
 def test_a_returned_prefix_is_in_a_segment(world: World) -> None:
