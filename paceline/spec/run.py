@@ -195,6 +195,13 @@ class RunSpec(Section):
         return self.algorithm_section.has_teacher
 
     @property
+    def export_precision(self) -> str:
+        """Return the precision of exported weights: a type's name, or "auto" for that of the device."""
+        if self.checkpointing.export_dtype != "auto":
+            return self.checkpointing.export_dtype
+        return self.policy.generation_precision if self.samples else self.policy.precision
+
+    @property
     def pool_serves_reference(self) -> bool:
         """Return whether the reward pool runs `frozen_policy`, which then sends log-probabilities with the batch."""
         return self.algorithm_section.pool_serves_reference(self.loss_fn)

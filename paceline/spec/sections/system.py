@@ -149,8 +149,10 @@ class CheckpointingSection(Section):
     """Metric of the best checkpoint: `val:reward` (evaluated after the step), or `train:` and a step's metric."""
     higher_is_better: bool = True
     """True if the highest value of the metric is the best."""
-    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the weights of exported models; a separately exported adapter stays float32."""
+    export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of the weights of exported models; a separately exported adapter stays float32. auto: the type in which samplers
+    get the weights (policy.generation_precision), without samplers policy.precision. A coarser type loses what small
+    learning rates have changed."""
     checkpoint_dir: Folder = None
     """Parent folder of the runs' checkpoint folders: a path that all ranks see, or an fsspec URL
     (`s3://bucket/folder`). Default `checkpoints/` in the run's directory. A relative path in a spec's file is

@@ -127,7 +127,7 @@ def _key_in(path: Path) -> StorageKey | None:
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Type of the weights. Default: the run's checkpointing.export_dtype.",
+    help="Type of the weights. Default: the run's checkpointing.export_dtype; auto is float32 unless the spec has a precision.",
 )
 @click.option("--adapter", is_flag=True, help="Write only the LoRA adapter.")
 @source_options
@@ -162,13 +162,14 @@ def export(
     import torch
 
     from paceline.learner.checkpoints.export import export_checkpoint
+    from paceline.models.loading import resolved_dtype
 
     export_checkpoint(
         chosen.path,
         destination,
         expected_sha256=chosen.sha256,
         policy=spec.policy,
-        dtype=getattr(torch, dtype or spec.checkpointing.export_dtype),
+        dtype=getattr(torch, dtype or resolved_dtype(spec.export_precision, "cpu")),
         scoring=spec.has_scoring_head,
         adapter_only=adapter,
         origin=Origin(

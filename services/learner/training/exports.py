@@ -18,6 +18,7 @@ from paceline.learner.checkpoints.export_folder import remove_left_overs
 from paceline.learner.collectives import broadcast_bytes, succeed_on_all_ranks
 from paceline.learner.weights.gather import gather_weights
 from paceline.models.export_origin import Origin
+from paceline.models.loading import resolved_dtype
 from paceline.services.learner.context import RankContext
 from paceline.spec import RunSpec
 
@@ -89,7 +90,7 @@ class RunExports:
             path,
             model,
             self._spec.policy,
-            dtype=getattr(torch, self._spec.checkpointing.export_dtype),
+            dtype=getattr(torch, resolved_dtype(self._spec.export_precision, self._rank.place.device.type)),
             scoring=self._spec.has_scoring_head,
             origin=origin,
         )

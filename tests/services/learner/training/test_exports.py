@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from exchange_drivers import make_spec
+from model_shapes import spec_of
 from safetensors.torch import load_file
 from tiny_models import tiny_qwen3
 
@@ -21,6 +22,7 @@ from paceline.files.storage import Folder
 from paceline.learner.checkpoints.model_folder import ModelFolder
 from paceline.learner.weights.stream import Weight, export_weights
 from paceline.models.export_origin import Origin, origin_of
+from paceline.models.loading import resolved_dtype
 from paceline.services.learner.context import ExportOrder, Orders, Place
 from paceline.services.learner.training import exports
 from paceline.services.learner.training.exports import RunExports
@@ -90,8 +92,25 @@ def test_an_export_that_cannot_be_written_fails_whoever_asked_for_it_alone(
     assert not bench.left_over()
     path = Path(bench.ordered().result(0))
     assert path.name == "now"
-    assert {tensor.dtype for tensor in load_file(path / "model.safetensors").values()} == {torch.bfloat16}
+    exported = load_file(path / "model.safetensors")
+    assert all(torch.equal(tensor, bench.model.state_dict()[name]) for name, tensor in exported.items())
     assert origin_of(Folder(path)) == ORIGIN
+
+
+@pytest.mark.parametrize(
+    ("sections", "on_cpu", "on_gpu"),
+    [
+        ({}, "float32", "bfloat16"),
+        ({"policy": {"generation_precision": "bfloat16"}}, "bfloat16", "bfloat16"),
+        ({"policy": {"precision": "bfloat16"}}, "float32", "bfloat16"),
+        ({"checkpointing": {"export_dtype": "float16"}}, "float16", "float16"),
+        ({"algorithm": "sft"}, "float32", "bfloat16"),
+        ({"algorithm": "sft", "policy": {"precision": "bfloat16"}}, "bfloat16", "bfloat16"),
+    ],
+)
+def test_an_export_has_the_type_that_was_evaluated(sections: dict[str, Any], on_cpu: str, on_gpu: str) -> None:
+    precision = spec_of(**sections).export_precision
+    assert (resolved_dtype(precision, "cpu"), resolved_dtype(precision, "cuda")) == (on_cpu, on_gpu)
 
 
 def test_a_failed_write_still_goes_through_every_collective(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
