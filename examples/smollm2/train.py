@@ -66,6 +66,10 @@ class Study:
                 overrides = (f"grpo.seed={seed}", f"async_grpo.max_trajectory_age_steps={age}")
                 self._grpo[name] = self._train("grpo", name, sft, *overrides)
                 self._evaluate(name, self._grpo[name] / "export")
+        if self._task == "gsm8k":  # last, because they take the longest
+            self._evaluate_whole("start", self._model)
+            for name, run in self._grpo.items():
+                self._evaluate_whole(name, run / "export")
         self._report()
 
     def _overrides(self, stage: str) -> list[str]:
@@ -95,17 +99,16 @@ class Study:
             return
         spec = HERE / f"{self._task}-grpo.yaml"
         samples = [] if any("val_samples" in each for each in self._options.grpo) else ["grpo.val_samples_per_prompt=4"]
-        if self._task == "gsm8k":
-            self._evaluate_whole(name, model)
         paceline("eval", spec, *self._overrides("grpo"), *samples, "--model", model, "--output", output)
 
     def _evaluate_whole(self, name: str, model: object) -> None:
         """Evaluate a model on GSM8K's whole test, with the likeliest tokens."""
-        folder = self._options.gsm8k
+        folder, output = self._options.gsm8k, self._folder / "results" / f"{name}-whole"
+        if (output / "result.json").is_file():
+            return
         words = ["policy.generation.top_k=1", "policy.generation.max_new_tokens=200", "data.system_prompt=Solve."]
         if folder is not None:
             words += [f"data.validation={folder.resolve() / 'test.jsonl'}", "data.validation_config=null"]
-        output = self._folder / "results" / f"{name}-whole"
         paceline("eval", "gsm8k", *words, "--model", model, "--output", output)
 
     def _compare(self, name: str, baseline: str) -> dict[str, Any]:
@@ -132,7 +135,8 @@ class Study:
                 baselines = ("start", f"{name.rpartition('-age-')[0]}-sft")
                 report[name] |= {"metrics": self._metrics(name)}
                 if self._task == "gsm8k":
-                    report[name]["whole test, greedy"] = self._metrics(f"{name}-whole")["reward"]
+                    whole = {each: self._metrics(f"{each}-whole")["reward"] for each in ("start", name)}
+                    report[name]["whole test, greedy"] = whole
                 report[name] |= {f"against {each}": self._compare(name, each) for each in baselines}
             report[name]["curve"] = curve_of(rows)
         (self._folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
