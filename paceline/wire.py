@@ -30,7 +30,6 @@ from paceline.array_frames import (
     encode_samplers,
     load_arrays,
     named_array,
-    names_of_samplers,
 )
 from paceline.errors import WireError
 from paceline.groups import BoolArray, Completion, FloatArray, Group, IntArray, Rows, VersionSpan
@@ -120,12 +119,6 @@ class CompletionArrays(NamedTuple):
             named_array(arrays, "truncated", "b1", 1),
             decode_samplers(arrays, len(spans)),
         )
-
-
-def sampler_names(payload: Buffer) -> tuple[str, ...]:
-    """Return the samplers that a group's payload frame names, without decoding its tokens; empty if it names none.
-    Raises WireError."""
-    return names_of_samplers(load_arrays(payload))
 
 
 def decode_completions(

@@ -103,6 +103,9 @@ def _print_plan(spec: RunSpec, made: Plan, chosen: list[str], why_not: str) -> N
         click.echo(
             f"each engine's cache holds {made.cached_tokens:,} tokens: {sequences:,.1f} sequences of {longest:,}"
         )
+    if made.estimate.learner_on_gpu and made.estimate.kept_versions:
+        kept = made.estimate.kept_versions / 1e9
+        click.echo(f"each learner rank keeps {kept:.1f} GB of older versions in host memory, for logger.verify_share")
     unknown = [load.device for load in made.loads if load.room_bytes is None]
     if why_not:
         click.echo(f"does not fit: {why_not}")

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paceline.learner.collectives import world_size
@@ -53,6 +55,14 @@ def mesh_groups() -> list[dist.ProcessGroup]:
         for dimension in range(mesh.ndim)
         if world is dist.group.WORLD and shape.replicate > 1
     ]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights. After a pass without a backward pass nothing else does, and later passes would use them,
+    although checkpoints and optimizer have changed the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def shard_group(tensor: DTensor) -> tuple[int, dist.ProcessGroup]:

@@ -112,6 +112,14 @@ def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def published_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
+    """Return the type in which weights are published: the sampler's, for an adapter float32, because it is small and only
+    its merge should round."""
+    precision = "float32" if policy.lora_cfg.enabled else policy.generation_precision
+    dtype: torch.dtype = getattr(torch, resolved_dtype(precision, device.type))
+    return dtype
+
+
 def _forward(
     model: Any,
     packed: PackedBatch,

@@ -19,13 +19,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from paceline.errors import NonFiniteLoss
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
 from paceline.learner.collectives import sum_over_ranks, union_over_ranks, world_size
 from paceline.learner.model.determinism import use_deterministic_operations
+from paceline.learner.model.mesh import reshard
 from paceline.learner.model.policy import compute_dtype, packed_logprobs
 from paceline.learner.objectives import objective_of
 from paceline.learner.objectives.base import LossResult, TokenArrays
@@ -41,7 +41,7 @@ from paceline.learner.step.optimizer import (
 )
 from paceline.learner.step.plan import MicroBatch, Update, batch_metrics, plan_updates
 from paceline.learner.step.reference import LocalReference, reference_of, with_frozen_logprobs, with_m2_limit
-from paceline.learner.step.token_statistics import SamplerComparison, TokenStatistics
+from paceline.learner.step.token_statistics import TokenStatistics
 from paceline.models.shape import shape_of
 from paceline.spec import RunSpec
 
@@ -67,8 +67,6 @@ class Trainer:
         self.skipped: list[NonFiniteLoss] = []
         self.token_statistics: TokenStatistics | None = None
         """Receives the token results of the next steps, if the caller sets it."""
-        self.comparison: SamplerComparison | None = None
-        """Receives log-probabilities by the weights that the next step starts from, if the caller sets it."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks. Raises
@@ -91,7 +89,6 @@ class Trainer:
             updates = with_m2_limit(updates, self.spec, self.device)
             if self.objective.measures_mismatched:
                 updates = self._with_batch_kl(updates, batch)
-        self._note_proximal(updates)
         sums: dict[str, float] = {}
         grad_norms = []
         self.skipped = []
@@ -123,12 +120,6 @@ class Trainer:
             **batch_metrics(trained, updates, step, self.spec, self._shape, self.device),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
-
-    def _note_proximal(self, updates: Sequence[Update]) -> None:
-        if self.comparison is not None:
-            for micro in (m for update in updates for m in update.micro_batches if not m.is_dummy):
-                if micro.frozen.proximal_N is not None:
-                    self.comparison.note(micro.packed, micro.frozen.proximal_N)
 
     @property
     def synced_reference(self) -> PreTrainedModel | None:
@@ -170,9 +161,7 @@ class Trainer:
         results = [self._loss(micro, update) for micro in update.micro_batches]
         self.model.train()
         sums = self._sum_metrics(results)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # without a backward pass nothing else does, and checkpoints read shards
+        reshard(self.model)
         metrics = {"loss": sums["loss"], "sequences": float(update.denominators.sequences)}
         return {**metrics, **self.objective.metrics({**sums, **self._batch_kl(updates)})}
 
@@ -217,14 +206,13 @@ class Trainer:
     def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> list[LossResult]:
         """Run every micro-batch forward and backward; the gradients are then the global batch's, times the scale."""
         results = []
-        comparison, self.comparison = self.comparison, None  # later updates start from other weights
         # FSDP averages gradients over ranks, the loss is a sum.
         scale = self.world_size * self._loss_scale.factor
         for i, micro in enumerate(update.micro_batches):
             is_last = i == len(update.micro_batches) - 1
             set_gradient_sync(self.model, self.device, is_last)
             with watch.measure("forward_s"):
-                result = self._loss(micro, update, self.token_statistics, comparison)
+                result = self._loss(micro, update, self.token_statistics)
             with watch.measure("backward_s"):
                 (result.loss * scale).backward()  # type: ignore[no-untyped-call]
             results.append(replace(result, loss=result.loss.detach()))
@@ -233,18 +221,10 @@ class Trainer:
                     self.critic.accumulate(update, micro, scale, is_last=is_last)
         return results
 
-    def _loss(
-        self,
-        micro: MicroBatch,
-        update: Update,
-        statistics: TokenStatistics | None = None,
-        comparison: SamplerComparison | None = None,
-    ) -> LossResult:
+    def _loss(self, micro: MicroBatch, update: Update, statistics: TokenStatistics | None = None) -> LossResult:
         logprobs_N, entropy_N = self._logprobs(micro.packed, entropy_gradient=self.objective.with_entropy_gradient)
         if statistics is not None and not micro.is_dummy:
             statistics.note(micro.packed, logprobs_N, entropy_N)
-        if comparison is not None and not micro.is_dummy:
-            comparison.note(micro.packed, logprobs_N)
         tokens = TokenArrays(
             current_N=logprobs_N,
             entropy_N=entropy_N,

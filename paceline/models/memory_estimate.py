@@ -55,6 +55,9 @@ class Estimate:
     sampler_on_gpu: bool = False
     offloaded: int = 0
     """Bytes of host memory of a rank on a GPU with `policy.cpu_offload` or `policy.optimizer.offload`."""
+    kept_versions: int = 0
+    """Bytes of host memory of a rank for the comparison of samplers: its shards of older versions and, during a
+    comparison, of the current one. On CPUs `learner` has them."""
 
     @property
     def learner_bytes(self) -> int:
@@ -103,6 +106,12 @@ def estimate(
         learner["gathered"] = _gathered_bytes(shape, compute, on_gpu)
     if spec.samples and not on_gpu and spec.weights.channel == "collective":
         learner["published"] = generation * trained  # the next one is gathered while there are no gradients
+    width = DTYPE_BYTES["float32"] if lora.enabled else generation
+    kept = spec.num_kept_versions * width * trained // shards
+    if kept and on_gpu:
+        kept += DTYPE_BYTES["float32"] * trained // shards
+    elif kept:  # there are no gradients during a comparison, so the current version finds room
+        learner["older versions"] = kept
     whole = tokens_of_update(spec)
     tokens = max(min(policy.row_tokens, whole), policy.max_total_sequence_length)
     if not on_gpu:
@@ -127,7 +136,7 @@ def estimate(
     if whole <= tokens:  # gradients of a single micro-batch grow while its activations are freed
         at_the_head -= min(at_the_head, learner.get("gradients", 0) - embedding)
     activations = max(at_the_head + embedding, (2 if shape.tied else 1) * embedding)
-    return Estimate(shape, learner, activations, tokens, sampler, on_gpu, sampler_on_gpu, offloaded=offloaded)
+    return Estimate(shape, learner, activations, tokens, sampler, on_gpu, sampler_on_gpu, offloaded, kept)
 
 
 def shards_of(policy: PolicySection, ranks: int) -> int:

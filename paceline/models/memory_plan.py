@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import InvalidInput, SpecError
+from paceline.errors import InvalidInput, SpecError, counted
 from paceline.models.loading import resolved_dtype
 from paceline.models.memory_estimate import CONTEXT_BYTES, DTYPE_BYTES, Estimate, estimate, gigabytes, key_value_bytes
 from paceline.models.shape import STATE_BYTES, MeshShape, ModelShape, mesh_shape, read_shape, state_room
@@ -104,7 +104,7 @@ def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
     else:
         host |= _named("learner", {name: ranks * size for name, size in learner.items()})
     if needed.offloaded:
-        host[f"offloaded state of {ranks} ranks"] = ranks * needed.offloaded
+        host[f"offloaded state of {counted(ranks, 'rank')}"] = ranks * needed.offloaded
     if engine and sampler_on_gpu and engine_room is not None:
         loads.append(_load("vLLM's share of each GPU", engine_room, engine))
     elif engine and sampler_on_gpu and not together:
@@ -224,6 +224,8 @@ def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
         while size >= 1:
             yield "policy.generation.max_batch_size", size
             size //= 2
+    if spec.num_kept_versions:
+        yield "logger.verify_versions", 0
     kinds = ("none", "selective", "full")
     at = kinds.index(policy.activation_checkpointing) if policy.activation_checkpointing in kinds else 2
     for kind in kinds[at + 1 :]:

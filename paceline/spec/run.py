@@ -117,6 +117,17 @@ class RunSpec(Section):
         return self.algorithm_section.samples
 
     @property
+    def compares_samplers(self) -> bool:
+        """Return whether the learner compares samplers' log-probabilities with its own."""
+        return self.samples and self.logger.verify_share > 0 and not self.policy.generation.allow_biased_sampling
+
+    @property
+    def num_kept_versions(self) -> int:
+        """Return how many older versions the learner keeps for the comparisons."""
+        limit, max_age = self.logger.verify_versions, self.async_grpo.max_trajectory_age_steps
+        return 0 if not self.compares_samplers else max_age if limit is None else min(limit, max_age)
+
+    @property
     def completions_per_prompt(self) -> int:
         """Return the number of completions of a group whose prompt the learner computes once: 1 if it shares none. An
         episode has further tokens of the environment, which count like a prompt's, so its groups count as unshared."""
@@ -197,9 +208,8 @@ class RunSpec(Section):
     @property
     def export_precision(self) -> str:
         """Return the precision of exported weights: a type's name, or "auto" for that of the device."""
-        if self.checkpointing.export_dtype != "auto":
-            return self.checkpointing.export_dtype
-        return self.policy.generation_precision if self.samples else self.policy.precision
+        evaluated = self.policy.generation_precision if self.samples else self.policy.precision
+        return evaluated if self.checkpointing.export_dtype == "auto" else self.checkpointing.export_dtype
 
     @property
     def pool_serves_reference(self) -> bool:

@@ -31,7 +31,6 @@ from paceline.wire import (
     encode_completions,
     encode_reference,
     parse_message,
-    sampler_names,
 )
 
 PROMPT_IDS = np.array([3, 1], np.int32)
@@ -60,7 +59,6 @@ def test_a_group_comes_back_as_it_was() -> None:
             before.text,
         )
     assert decoded[0].version_steps().tolist() == [4, 4, 5]
-    assert sampler_names(frame) == ("rollout-b", "rollout-a")
     group = Group(7, prompt_ids, decoded)
     assert (group.num_tokens, group.oldest_step) == (4, 4)
     assert group.digest() == Group(7, PROMPT_IDS, completions).digest()
@@ -124,7 +122,6 @@ def test_a_payload_of_0_1_0_names_no_sampler() -> None:
         "truncated": np.array([False]),
     }
     frame = safetensors.numpy.save(arrays)
-    assert sampler_names(frame) == ()
     prompt_ids, (only,) = decode_completions(frame, ["stop"], [""])
     assert only.spans == (VersionSpan(1, 4, 0, 2, ""),)
     assert encode_completions(prompt_ids, [only]) == frame

@@ -202,7 +202,13 @@ class LoggerSection(Section):
     kept, for the dashboard; 0 keeps none."""
     verify_share: Annotated[float, Field(ge=0, le=1)] = 0.002
     """Smallest share of each rollout worker's groups whose log-probabilities the learner compares with its own; the
-    run's events name a worker whose mean deviates. 0: none are compared."""
+    run's events name a worker whose log-probabilities are wrong. 0: none are compared."""
+    verify_versions: NonNegativeInt | None = None
+    """Number of older versions of which the learner keeps its shards in host memory, to compare each token under the
+    version that sampled it; tokens of other older versions are not compared. Default: max_trajectory_age_steps."""
+    verify_drops: bool = False
+    """Drop the untrained groups of a worker that is named, if their tokens are of the wrong version or a newer one. false
+    trains them."""
     profile_period: NonNegativeInt = 0
     """Period in steps of torch's profiler on rank 0 of the learner, to measure time in collectives; slower. 0: never.
     """

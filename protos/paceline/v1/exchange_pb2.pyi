@@ -1176,7 +1176,9 @@ Global___BatchGroup: _TypeAlias = BatchGroup  # noqa: Y015
 
 @_typing.final
 class Comparison(_message.Message):
-    """Difference between a worker's log-probabilities of a group and those that the learner computes with the same weights."""
+    """Difference between a rollout worker's log-probabilities of a group and those that the learner computes with the same
+    weights, over the tokens that one worker has sampled under one version.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1184,14 +1186,26 @@ class Comparison(_message.Message):
     MEAN_FIELD_NUMBER: _builtins.int
     STANDARD_ERROR_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLER_FIELD_NUMBER: _builtins.int
+    VERSION_STEP_FIELD_NUMBER: _builtins.int
+    MEAN_SQUARE_FIELD_NUMBER: _builtins.int
+    NUMBER_FORMAT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     mean: _builtins.float
-    """Mean over its tokens of the worker's log-probability less the learner's, in nats."""
+    """Mean over the tokens of the worker's log-probability less the learner's, in nats."""
     standard_error: _builtins.float
     """Standard error of that mean, in nats, by the spread over the group's completions."""
     tokens: _builtins.int
     """Tokens that were compared."""
+    sampler: _builtins.str
+    """The rollout worker; empty if the group does not name it."""
+    version_step: _builtins.int
+    """Step of the version."""
+    mean_square: _builtins.float
+    """Mean of the squared differences, in nats squared."""
+    number_format: _builtins.str
+    """The coarser of two number formats: that of the learner's forward pass and that of the published weights."""
     def __init__(
         self,
         *,
@@ -1199,10 +1213,14 @@ class Comparison(_message.Message):
         mean: _builtins.float = ...,
         standard_error: _builtins.float = ...,
         tokens: _builtins.int = ...,
+        sampler: _builtins.str = ...,
+        version_step: _builtins.int = ...,
+        mean_square: _builtins.float = ...,
+        number_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "mean", b"mean", "standard_error", b"standard_error", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "mean", b"mean", "mean_square", b"mean_square", "number_format", b"number_format", "sampler", b"sampler", "standard_error", b"standard_error", "tokens", b"tokens", "version_step", b"version_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1259,7 +1277,7 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def comparisons(self) -> _containers.RepeatedCompositeFieldContainer[Global___Comparison]:
-        """Comparisons of groups that were marked with `verify`. A group whose tokens have another version is left out."""
+        """Comparisons of groups that were marked with `verify`. Tokens of versions that the learner has not kept are left out."""
 
     def __init__(
         self,

@@ -70,11 +70,14 @@ COMPLETIONS = Part("train", "Completions of the batch", "Computed by the coordin
            "below 0.1; if more, raise `policy.generation.max_new_tokens` or see `grpo.overlong_filtering`"),
     Metric("zero_advantage_fraction", "share", "tokens whose advantage is 0", "below 0.5; at 1 the batch trains nothing"),
     Metric("trained_tokens", "tokens", "completion tokens of the batch"),
-    Metric("spot_check/groups", "groups", "groups whose log-probabilities the learner has compared (`logger.verify_share`) since "
-           "the coordinator started", "absent if no group was sampled from the version that the step starts from"),
+    Metric("spot_check/groups", "comparisons", "comparisons of a rollout worker's log-probabilities in a group with the learner's under one version "
+           "(`logger.verify_share`), since the coordinator started", "absent before the first one"),
     Metric("spot_check/largest_difference", "nats", "largest mean difference of a rollout worker: log-probability of the worker minus that of the learner, over "
            "the tokens of the worker's newest compared groups", "within ±0.003"),
-    Metric("spot_check/named_workers", "workers", "rollout workers that a warning named because their mean difference is too large", "0"),
+    Metric("spot_check/largest_spread", "nats", "largest spread of a rollout worker's log-probabilities around the learner's: root of the "
+           "mean square over the tokens of the worker's newest compared groups", "below 0.01 in float32, 0.1 in bfloat16"),
+    Metric("spot_check/named_workers", "workers", "rollout workers that a warning named because their log-probabilities are wrong", "0"),
+    Metric("spot_check_s", "s", "rank 0's time for the comparisons of the step and for the copy of its weights", "below 1 % of `step_s` on average"),
     Metric("age", "steps", "mean age of the tokens: the step minus the step of the version that sampled them",
            "at most `async_grpo.max_trajectory_age_steps`, except for late groups"),
     Metric("age/<age>", "groups", "groups of this age in the batch"),
@@ -208,7 +211,7 @@ GROUPS = Part("train", "Groups", "Counts from the ledger after the step.", (
     Metric("groups/<state>", "groups", "groups in this state: for an open state the present groups, for an ended state (trained, dropped) all groups since the start"),
     Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `prompt_too_long`, `bad_prompt` (a "
            "prompt that the chat template refuses, or whose generation failed `max_generation_failures` times), "
-           "`invalid_result`, `reward_failed`, `environment_failed`, `poison`, `damaged`, `by_request`, `run_ended`",
+           "`invalid_result`, `reward_failed`, `environment_failed`, `poison`, `damaged`, `wrong_weights`, `by_request`, `run_ended`",
            "absent; `no_variance` may appear with `grpo.use_dynamic_sampling`"),
     Metric("epochs", "passes", "prompts drawn so far, divided by the rows of the data set"),
     Metric("failures/<reason>", "attempts", "attempts at generating or scoring that failed so far, by reason", "absent"),

@@ -145,6 +145,7 @@ REASONS = {
     "poison": "Workers crashed while they held the group, also when it was leased alone.",
     "damaged": "The group's stored arrays could not be read, and it could not be generated again.",
     "environment_failed": "Every sample of the group was given up after environment.max_failures failures.",
+    "wrong_weights": "The worker that sampled it was named by the spot check, and `logger.verify_drops` is set.",
     "by_request": "A person took the group out of its batch with `paceline drop`.",
     "run_ended": "The run ended before the group was trained.",
 }

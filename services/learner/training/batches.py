@@ -16,7 +16,7 @@ import torch
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Group
 from paceline.learner.collectives import any_over_ranks
-from paceline.learner.step.token_statistics import GroupDifference, SamplerComparison
+from paceline.learner.step.sampler_check import Difference
 from paceline.services.learner.context import RankContext
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group
@@ -120,7 +120,7 @@ class BatchClient:
         step: int,
         tokens: int,
         metrics: dict[str, float],
-        comparisons: Sequence[GroupDifference] = (),
+        comparisons: Sequence[Difference] = (),
     ) -> None:
         """Report that this rank has trained `batch`, with its comparisons; rank 0's metrics are the step's."""
         receipt = pb.Receipt(
@@ -152,22 +152,6 @@ class BatchClient:
             return rank.background.wait(rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, grace_s)
         except TimeoutError:
             raise Unavailable("the coordinator did not answer before this rank had to stop") from None
-
-
-def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerComparison | None:
-    """Return a comparison for the groups of `batch` that the coordinator has marked, or None. Groups with tokens of
-    another version than (session, step), from which the step starts, are skipped."""
-    group_ids = [
-        sent.group_id
-        for sent, group in zip(batch.reply.groups, batch.groups, strict=True)
-        if sent.verify
-        and all(
-            (span.session, span.step) == (session, step)
-            for completion in group.completions
-            for span in completion.spans
-        )
-    ]
-    return SamplerComparison(group_ids) if group_ids else None
 
 
 @dataclass(frozen=True)

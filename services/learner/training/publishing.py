@@ -8,7 +8,6 @@ import secrets
 import threading
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from paceline.calls.connection import is_loopback
@@ -16,11 +15,11 @@ from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.host.resources import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
+from paceline.learner.model.policy import published_dtype
 from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel
 from paceline.learner.weights.host_channel import HostChannel, Hosts, Rank0HostChannel, agree_on_hosts, piece_algorithm
 from paceline.learner.weights.shard_writer import ShardWriter
-from paceline.models.loading import resolved_dtype
 from paceline.services.common.relay import WAIT_S
 from paceline.services.learner.context import RankContext
 from paceline.services.learner.rank_group import meeting_host
@@ -142,10 +141,7 @@ class _WeightChannelFactory:
         self._rank = rank
         self._warn = warn
         self._reports = WeightReports(assignment.run_id, spec.weights.max_wait_s, rank.report)
-        precision = spec.policy.generation_precision
-        if spec.policy.lora_cfg.enabled:
-            precision = "float32"  # an adapter is small, and only its merge should round
-        self._dtype = getattr(torch, resolved_dtype(precision, rank.place.device.type))
+        self._dtype = published_dtype(spec.policy, rank.place.device)
         # Each run has a separate object store, because this run must not prune versions of another.
         self._store = WeightStore(run_store(self._weights.store, self._run_id, assignment.directory))
         trusted = is_loopback(rank.place.weights_host) and self._store.is_local

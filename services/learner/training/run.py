@@ -21,11 +21,12 @@ from paceline.data.tokens import check_vocabulary, load_tokenizer
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, storage_key
 from paceline.errors import CheckpointFault, Conflict, InvalidInput, NonFiniteLoss, Unavailable, counted
-from paceline.learner.batch.samples import sequences_from_groups
+from paceline.learner.batch.samples import TrainingSample, sequences_from_groups
 from paceline.learner.checkpoints.checkpoint import Misfit
 from paceline.learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
 from paceline.learner.model.mesh import mesh_of
 from paceline.learner.objectives.examples import ExampleSource, check_rows
+from paceline.learner.step.sampler_check import Difference, SamplerCheck
 from paceline.learner.step.trainer import Trainer
 from paceline.models.export_origin import Origin
 from paceline.services.common.gpus import refuse_cpu
@@ -39,7 +40,7 @@ from paceline.services.learner.rank_group import (
     meeting_host,
     set_collective_timeout,
 )
-from paceline.services.learner.training.batches import BatchClient, RankBatch, StepAgreement, comparison_of
+from paceline.services.learner.training.batches import BatchClient, RankBatch, StepAgreement
 from paceline.services.learner.training.checkpoints import NotShared, SessionCheckpoints
 from paceline.services.learner.training.exports import RunExports
 from paceline.services.learner.training.publishing import Publishing
@@ -90,6 +91,7 @@ class LearnerRun:
         self._held_out: ExampleSource | None = None
         self._is_complete = False
         """True if the run ended before its last step: the coordinator has no further batch."""
+        self._sampler_check: SamplerCheck | None = None
         self._longest = 0
         """Tokens of the longest sequence in this rank's part of the last batch."""
 
@@ -193,6 +195,8 @@ class LearnerRun:
                 self._trainer.reference.prepare(source, self._rank.place.rank)
         else:
             self.publishing.open(self._trainer.model)
+            if spec.compares_samplers:
+                self._sampler_check = SamplerCheck(self._trainer, self.session)
 
     def _check_surroundings(self) -> None:
         """Raise WrongKey without the coordinator's storage key, InvalidInput if data would leave this host unencrypted."""
@@ -290,11 +294,13 @@ class LearnerRun:
             before = self._validate() if self.step == 0 else {}
             statistics = observed(self.spec, self._rank.place.rank, batch.groups)
             self._trainer.token_statistics = statistics
-            comparison = self._trainer.comparison = comparison_of(batch, self.session, self.step)
+            started_s = time.perf_counter()
+            compared = self._compare_samplers(batch, samples)
+            check_s = time.perf_counter() - started_s
             with collective_time(self._is_profiled(), self._rank.place.device) as in_collectives:
                 metrics = self._trainer.train_step(samples, self.step)
-            self._trainer.token_statistics, self._trainer.comparison = None, None
-            metrics |= in_collectives
+            self._trainer.token_statistics = None
+            metrics |= in_collectives | ({} if self._sampler_check is None else {"spot_check_s": check_s})
             if self.spec.samples:
                 metrics |= completion_metrics(batch.groups, self._rank.place.device)
         for skipped in self._trainer.skipped:
@@ -314,13 +320,22 @@ class LearnerRun:
         # All sampled tokens of groups, also those that overlong filtering removes, as the token accounting has them.
         trained = sum(len(sample.completion_ids) for sample in samples)
         tokens = batch.num_tokens if self.spec.samples else trained
-        compared = [] if comparison is None else comparison.results()
         self._batches.send_receipt(batch, self.step - 1, tokens, metrics, compared)
         if statistics is not None:
             self._rank.report(report_of(statistics.of(samples), self.run_id, self.session, self.step - 1))
         self._log_progress(metrics)
         if self.spec.checkpointing.enabled and (last or self.step % self.spec.checkpointing.save_period == 0):
             self._begin_save(unchanged=last)
+
+    def _compare_samplers(self, batch: RankBatch, samples: list[TrainingSample]) -> list[Difference]:
+        """Compare the groups that the coordinator has marked, and keep the weights before the step changes them."""
+        if self._sampler_check is None:
+            return []
+        chosen = {sent.group_id for sent in batch.reply.groups if sent.verify}
+        compared = self._sampler_check.compare(batch.groups, samples, chosen, self.step)
+        if self.step == self._assignment.start_step or self.step % self.spec.weights.publish_interval == 0:
+            self._sampler_check.keep(self.step)
+        return compared
 
     def _is_profiled(self) -> bool:
         period = self.spec.logger.profile_period

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checked_run import checked_steps
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import CASES, batch_of, run_case
+
+from paceline.learner.step.sampler_check import Difference
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,19 @@ def test_two_ranks_equal_one(name: str, model: Path, two_ranks: Path) -> None:
 def test_a_rank_that_cannot_read_its_model_leaves_nobody_in_a_collective(two_ranks: Path) -> None:
     said = [json.loads((two_ranks / f"elsewhere.{rank}.json").read_text()) for rank in range(2)]
     assert said == [["FailedElsewhere", "set up"], ["Unreadable", "set up"]]
+
+
+def test_two_ranks_compare_samplers_as_one(model: Path, two_ranks: Path) -> None:
+    one, _, _ = checked_steps(model, 5, max_age=2)
+    ranks = [json.loads((two_ranks / f"compared.{rank}.json").read_text()) for rank in range(2)]
+    for step, expected in enumerate(one):
+        found = [Difference(**each) for rank in ranks for each in rank[step]]
+        assert [each.group_id % 10 for each in found] == sorted(each.group_id % 10 for each in expected)
+        for each, same in zip(found, expected, strict=True):
+            assert (each.group_id, each.sampler, each.version_step) == (same.group_id, same.sampler, same.version_step)
+            assert each.mean_square == pytest.approx(same.mean_square, rel=1e-3, abs=1e-9)
+            is_wrong = each.group_id % 10 == 1 and each.sampler == "second" and each.version_step >= 1
+            assert (each.mean_square > 1e-4) == is_wrong
 
 
 def test_every_rank_loads_its_rows_bit_for_bit(two_ranks: Path) -> None:

@@ -26,6 +26,7 @@ def test_a_rank_holds_weights_gradients_moments_and_the_published_version() -> N
         "gradients": 4 * PARAMETERS,
         "moments": 8 * PARAMETERS,
         "published": 4 * PARAMETERS,
+        "older versions": 4 * PARAMETERS,
         "holes in the heap": holes,
     }
     assert needed.sampler == {

@@ -60,6 +60,7 @@ def spec_on_gpus(ranks: int = 8, gpu_gb: float | None = 80, model: str = "m", **
 def test_a_run_on_gpus_elsewhere_has_a_load_for_each_role() -> None:
     made = plan(spec_on_gpus(), shape(), Room())
     learner, rollout = made.loads
+    assert made.estimate.kept_versions == (2 + 4) * shape().parameters // 8  # published and current weights
     assert made.mesh == (1, 8)
     assert learner.device == "each GPU of the learner"
     assert learner.room_bytes == 80 * GB
@@ -80,7 +81,10 @@ def test_a_run_on_cpus_loads_the_host() -> None:
     assert host.bytes == made.estimate.learner_bytes + made.estimate.sampler_bytes
     assert on_gpus(spec) == (False, False)
     assert not plan(spec, half, Room(host_bytes=10 * GB)).fits
-    text = refusal(spec, half, Room(host_bytes=20 * GB))
+    text = refusal(spec, half, Room(host_bytes=23 * GB))
+    assert text.startswith("the host has 23.0 GB for an estimated 24.0 GB, of which ")
+    assert text.endswith("; set logger.verify_versions=0")
+    text = refusal(spec_of(logger={"verify_versions": 0}), half, Room(host_bytes=20 * GB))
     assert text.startswith("the host has 20.0 GB for an estimated 22.0 GB, of which ")
     assert text.endswith("; set policy.activation_checkpointing=selective")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from checked_run import checked_steps
 from loaded_models import differing, save_model
 from safetensors.torch import load_file, save_file
 from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, run_case
@@ -44,6 +45,8 @@ def main(model: Path, out: Path) -> None:
         (out / f"non_finite_{name}.{rank}.json").write_text(json.dumps(non_finite(model, rank, case)))
     (out / f"too_long.{rank}.txt").write_text(too_long(out))
     (out / f"loading.{rank}.json").write_text(json.dumps(loading(out)))
+    compared, _, _ = checked_steps(model, 5, max_age=2, rank=rank, ranks=2)
+    (out / f"compared.{rank}.json").write_text(json.dumps([[each._asdict() for each in step] for step in compared]))
     (out / f"elsewhere.{rank}.json").write_text(json.dumps(lacks_its_model(model, out, rank)))
     end_process()
 

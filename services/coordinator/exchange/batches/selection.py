@@ -24,6 +24,9 @@ from paceline.services.coordinator.ledger.tables.batches import NewBatch, batch_
 from paceline.services.coordinator.ledger.tables.episodes import RESTARTED
 from paceline.v1 import exchange_pb2 as pb
 
+WRONG_WEIGHTS = "wrong_weights"
+"""Reason of groups that were sampled with other weights than those of their versions."""
+
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the next batch, if it was requested and is complete; return whether it was fixed. In one transaction the
@@ -39,6 +42,7 @@ def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 
 def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the next batch, if it is complete; return whether it was fixed."""
+    _drop_wrong(exchange, run)
     row = exchange.ledger.run(run.run_id)
     step = row["next_batch"]
     chosen: list[sqlite3.Row] | None
@@ -76,6 +80,16 @@ def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collect
     ledger.update_run(run.run_id, next_batch=step)
     ledger.invalidate(BATCH_DUE)
     run.state.slots_changed()
+
+
+def _drop_wrong(exchange: Exchange, run: ActiveRun) -> None:
+    """With `logger.verify_drops`, drop the scored groups that workers with wrong weights have sampled."""
+    check = run.state.spot_check
+    if not (run.spec.logger.verify_drops and check.test.wrong_versions):
+        return
+    for group in exchange.group_queries.scored(run.run_id):
+        if check.is_wrong(group["group_id"]):
+            exchange.drop(run, group, WRONG_WEIGHTS)
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:

@@ -90,7 +90,7 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
             scores_digest=group["scores_digest"],
         )
         payloads.append(payload.arrays)
-    _mark(exchange, run, body.step, batch["chain"], reply.batch)
+    _mark(run, body, reply.batch)
     if run.spec.pool_serves_reference:
         for entry in reply.batch.groups:
             reference = exchange.ledger.payload(run.run_id, entry.group_id, "reference", last=True)
@@ -106,15 +106,12 @@ def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchStat
     return Outcome(reply)
 
 
-def _mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.BatchReply) -> None:
+def _mark(run: ActiveRun, body: pb.BatchRequest, reply: pb.BatchReply) -> None:
     """Mark the groups of a rank's part whose log-probabilities the learner should compare."""
-    share = run.spec.logger.verify_share
-    # In other runs sampler and learner compute different distributions, or a group has several samplers.
-    is_comparable = not (run.spec.environment.is_used or run.spec.policy.generation.allow_biased_sampling)
-    if not share or not is_comparable:
+    if not run.spec.compares_samplers:
         return
-    chosen = run.state.spot_check.chosen(chain) or run.state.spot_check.choose(
-        chain, step, exchange.group_queries.samplers_of_step(run.run_id, step), share
-    )
+    part, group_ids = (body.rank, body.world_size), [group.group_id for group in reply.groups]
+    share = run.spec.logger.verify_share
+    chosen = run.state.spot_check.choose(reply.chain, part, group_ids, share, run.batch_size)
     for group in reply.groups:
         group.verify = group.group_id in chosen

@@ -91,6 +91,8 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -
     exchange.workers.note_group(request.member_id, result, size / TRAIN.size(run))
     if group_class.trains:
         run.state.drops_in_a_row.end_of_generation()
+        is_whole = result.attempt == 1 and group.rows is None
+        run.state.spot_check.note_group(group, sender=request.member_id if is_whole else "")
     else:
         evaluation.unpin_if_generated(exchange, run, row["class"])
     return committed(request)

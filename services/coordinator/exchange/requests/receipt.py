@@ -85,11 +85,12 @@ def _judge(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
     batch = exchange.ledger.batches.get(run.run_id, receipt.step) if receipt.comparisons else None
     if batch is None:
         return
-    for compared in receipt.comparisons:
-        worker = run.state.spot_check.take(batch["chain"], compared.group_id)
-        if not worker:
+    check = run.state.spot_check
+    for each in receipt.comparisons:
+        if not (worker := check.take(batch["chain"], each.group_id, each.sampler, each.version_step)):
             continue
-        observation = Observation(compared.mean, compared.standard_error, compared.tokens)
-        finding = run.state.spot_check.observe(worker, observation)
+        numbers = (each.mean, each.standard_error, each.tokens, each.mean_square)
+        finding = check.observe(worker, Observation(*numbers, each.number_format, each.version_step))
         if finding is not None and finding.times & (finding.times - 1) == 0:  # the first, second, fourth …
-            exchange.notices.add("warning", message=finding.explain(), spot_check=worker, nats=finding.mean)
+            facts = {"nats": finding.mean, "spread": finding.spread, "version": finding.version_step}
+            exchange.notices.add("warning", message=finding.explain(), spot_check=worker, **facts)

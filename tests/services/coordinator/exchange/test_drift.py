@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-import sqlite3
-from typing import cast
 
 import numpy as np
 import pytest
+from recorded_noise import load_noise
 
-from paceline.services.coordinator.exchange.spot_check import MAX_WORKERS, DriftTest, Finding, Observation, SpotCheck
+from paceline.groups import Completion, Group, VersionSpan
+from paceline.learner.step.sampler_check import difference
+from paceline.services.coordinator.exchange.spot_check import (
+    MAX_WORKERS,
+    DriftTest,
+    Finding,
+    Observation,
+    SpotCheck,
+)
 
 GROUPS = 10_000
 AT_ONCE = 250
@@ -74,6 +81,47 @@ def test_a_correct_worker_is_never_named_in_ten_thousand_groups(noise: str) -> N
     assert test.groups == GROUPS
 
 
+RECORDINGS = ("native-float32", "vllm-float32", "vllm-bfloat16", "vllm-bfloat16-learner-float32")
+
+
+def recorded(name: str, number: int, rng: np.random.Generator, fault: float = 0.0) -> list[Observation]:
+    """Observations of groups of four recorded completions, drawn with replacement. With `fault`, the token probabilities
+    are also those of other weights, with this Kullback-Leibler divergence in nats: heavy-tailed differences (Student's t
+    with 3 degrees of freedom) whose mean square is twice as large."""
+    completions, number_format = load_noise(name), name.split("-")[1]
+    groups = []
+    for _ in range(number):
+        drawn = [completions[i] for i in rng.integers(0, len(completions), 4)]
+        if fault:
+            scale = math.sqrt(2 * fault / 3)
+            drawn = [each + fault + scale * rng.standard_t(3, len(each)) for each in drawn]
+        found = difference(0, "", 0, drawn, number_format)
+        groups.append(Observation(found.mean, found.standard_error, found.tokens, found.mean_square, number_format))
+    return groups
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_a_real_engine_is_never_named_in_ten_thousand_groups(name: str) -> None:
+    test = DriftTest()
+    groups = recorded(name, GROUPS, np.random.default_rng(11))
+    alarms = sum(test.observe(f"honest-{i % 2}", each) is not None for i, each in enumerate(groups))
+    print(f"{name}: {alarms} false alarms; spread {test.largest_spread:.2g}, mean {test.largest_mean:+.2g} nats")
+    assert alarms == 0
+    assert test.groups == GROUPS
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_weights_that_are_off_by_a_hundredth_of_a_nat_are_named_in_few_groups(name: str) -> None:
+    numbers = []
+    for seed in range(20):
+        rng, test = np.random.default_rng(seed), DriftTest()
+        for observation in recorded(name, 8, rng):
+            assert test.observe("honest", observation) is None
+        numbers.append(until_named(test, recorded(name, 100, rng, fault=0.01))[0])
+    print(f"{name}: named after {numbers} compared groups")
+    assert max(numbers) <= 12
+
+
 @pytest.mark.parametrize("noise", sorted(NOISES))
 @pytest.mark.parametrize("bias", [0.01, -0.01])
 def test_a_hundredth_of_a_nat_is_named(noise: str, bias: float) -> None:
@@ -113,9 +161,14 @@ def test_a_worker_that_breaks_late_is_named_within_a_thousand_of_its_groups(nois
         "honest": observations(noise, 1600, rng),
     }
     named: dict[str, int] = {}
+    ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
     for step in range(1600):
-        rows = [{"group_id": worker, "attempt": 1, "holders": worker, "oldest_step": step} for worker in groups]
-        for worker in check.choose(str(step), step, cast("list[sqlite3.Row]", rows), 0.002).values():
+        for number, worker in enumerate(groups):
+            span = VersionSpan(1, step, 0, 1, worker)
+            check.note_group(Group(2 * step + number, ids, (Completion(ids, logprobs, (span,), "stop"),)))
+        chosen = check.choose(str(step), (0, 1), [2 * step, 2 * step + 1], 0.002, 2)
+        for worker in [worker for number, worker in enumerate(groups) if 2 * step + number in chosen]:
             if check.observe(worker, groups[worker][step]) is not None:
                 named.setdefault(worker, step)
     print(f"{noise}, {bias:+}: named {named['wrong'] - 600} groups after it broke")

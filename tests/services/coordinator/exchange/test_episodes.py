@@ -18,7 +18,7 @@ from exchange_drivers import COMMITTED, DUPLICATE, INVALID, STALE, Learner, Make
 
 from paceline.groups import Version
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import decode_group, sampler_names
+from paceline.wire import CompletionArrays, decode_group
 
 VERSION = Version(1, 0)
 
@@ -59,7 +59,7 @@ def test_a_group_of_episodes_from_its_lease_to_trained(world: World) -> None:
     assert group.rows is not None
     assert group.rows.samples == (0, 0, 1, 1)
     assert group.digest() == outcome.reply.batch.groups[1].digest
-    assert sampler_names(outcome.payloads[1]) == ("rollout-0", "rollout-1")
+    assert set(CompletionArrays.of(outcome.payloads[1]).samplers) == {"rollout-0", "rollout-1"}
     samplers = [[span.sampler for span in row.spans] for row in group.completions]
     assert samplers == [["rollout-0", "rollout-1", "rollout-0"], ["rollout-1"]] * 2
     assert learner.receipt(0, 0, outcome.reply.batch.groups).reply.status == COMMITTED

@@ -30,7 +30,7 @@ from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.lifecycle.submission_checks import refuse_large_groups
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import decode_result, encode_completions, sampler_names
+from paceline.wire import CompletionArrays, decode_result, encode_completions
 
 GOOD = make_completion(Version(1, 0), 3, 0)
 
@@ -291,7 +291,7 @@ def test_a_group_names_each_worker_that_continued_it(world: World) -> None:
     payload = world.ledger.payload(world.run_id, lease.group_id)
     assert payload is not None
     texts, arrays = payload.read()
-    assert sampler_names(arrays) == ("first", "second")
+    assert set(CompletionArrays.of(arrays).samplers) == {"first", "second"}
     assert [c.spans for c in decode_result(arrays, texts)[1]] == [c.spans for c in pair]
 
 
