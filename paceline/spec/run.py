@@ -129,8 +129,7 @@ class RunSpec(Section):
 
     @property
     def completions_per_prompt(self) -> int:
-        """Return the number of completions of a group whose prompt the learner computes once: 1 if it shares none. An
-        episode has further tokens of the environment, which count like a prompt's, so its groups count as unshared."""
+        """Return the number of completions of a group whose prompt the learner computes once: 1 for none, and for episodes."""
         shares = self.policy.shares_prompts and self.samples and not self.environment.is_used
         return self.grpo.num_generations_per_prompt if shares else 1
 
@@ -207,7 +206,7 @@ class RunSpec(Section):
 
     @property
     def export_precision(self) -> str:
-        """Return the precision of exported weights: a type's name, or "auto" for that of the device."""
+        """Return the precision of exported weights."""
         evaluated = self.policy.generation_precision if self.samples else self.policy.precision
         return evaluated if self.checkpointing.export_dtype == "auto" else self.checkpointing.export_dtype
 
