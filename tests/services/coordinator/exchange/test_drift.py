@@ -110,6 +110,14 @@ def test_a_real_engine_is_never_named_in_ten_thousand_groups(name: str) -> None:
     assert test.groups == GROUPS
 
 
+@pytest.mark.parametrize("name", ["native-float32-layer", "native-float32-temperature"])
+def test_a_recorded_fault_is_named_after_two_groups(name: str) -> None:
+    groups = recorded(name, 10, np.random.default_rng(3))
+    number, finding = until_named(DriftTest(), groups)
+    assert number == 2
+    assert "scatter" in finding.explain()
+
+
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_weights_that_are_off_by_a_hundredth_of_a_nat_are_named_in_few_groups(name: str) -> None:
     numbers = []
