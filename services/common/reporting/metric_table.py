@@ -75,7 +75,7 @@ COMPLETIONS = Part("train", "Completions of the batch", "Computed by the coordin
     Metric("spot_check/largest_difference", "nats", "largest mean difference of a rollout worker: log-probability of the worker minus that of the learner, over "
            "the tokens of the worker's newest compared groups", "within ±0.003"),
     Metric("spot_check/largest_spread", "nats", "largest spread of a rollout worker's log-probabilities around the learner's: root of the "
-           "mean square over the tokens of the worker's newest compared groups", "below 0.01 in float32, 0.1 in bfloat16"),
+           "mean square over the tokens of the worker's newest compared groups", "below 0.001 in float32, 0.1 in bfloat16"),
     Metric("spot_check/named_workers", "workers", "rollout workers that a warning named because their log-probabilities are wrong", "0"),
     Metric("spot_check_s", "s", "rank 0's time for the comparisons of the step and for the copy of its weights", "below 1 % of `step_s` on average"),
     Metric("age", "steps", "mean age of the tokens: the step minus the step of the version that sampled them",

@@ -72,9 +72,9 @@ MAD_TO_SIGMA = 1.4826
 """If values are Gaussian, their median absolute deviation times this factor is their standard deviation."""
 
 
-SPREAD_LIMITS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-2}
+SPREAD_LIMITS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}
 """Mean square of a token's difference, in nats², that no group of a correct engine of this number format reaches
-(docs/operate/performance.md, "Noise of samplers"). Float32 has room for TensorFloat-32."""
+(docs/operate/performance.md, "Noise of samplers"). Nothing here computes in TensorFloat-32."""
 
 WIDE = 2.0
 """Sum at which a worker is named because its differences scatter: two groups with twice the limit, or more groups."""
