@@ -178,7 +178,7 @@ def figures_of(differences: list[np.ndarray], completions: int) -> dict[str, flo
         "mean_square": mean_square,
         "root_mean_square": mean_square**0.5,
         "percentile_99.9": float(np.percentile(np.abs(tokens), 99.9)),
-        "largest_group_mean_square": max(large, default=float("nan")),
+        **({"largest_group_mean_square": max(large)} if large else {}),
         "largest": float(np.abs(np.concatenate(differences)).max()),
     }
 
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="folder for the recordings")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parse(parser, groups=2, max_new_tokens=8)
+    options = parse(parser, groups=2, max_new_tokens=8, layer=1)
     options.learners = options.learners or options.dtype
     if options.fault == "attention" and options.engine != "native":
         parser.error(f"--fault attention: engine {options.engine!r} has one kernel on CPUs; use --engine native")
