@@ -6,9 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_noise import load_noise
+from recorded_noise import COMPLETIONS, FOLDER, load_noise
 
-from benchmarks.sampler_noise import UNITS, figures_of, write
+from benchmarks.sampler_noise import LARGE_GROUP, UNITS, figures_of, write
+from paceline.learner.step.sampler_check import difference
+from paceline.services.coordinator.exchange.spot_check import SPREAD_LIMITS
+
+PAGE = Path(__file__).parents[2] / "docs" / "operate" / "performance.md"
+RECORDINGS = sorted(path.stem for path in FOLDER.glob("*.npz"))
+COLUMNS = ("mean", "mean_square", "root_mean_square", "percentile_99.9", "largest_group_mean_square")
 
 
 def test_a_recording_is_read_again_with_rounding_far_below_the_noise(tmp_path: Path) -> None:
@@ -38,3 +44,30 @@ def test_figures_count_large_differences_as_the_learner_does() -> None:
     assert figures["mean_square"] == pytest.approx((2 + 1) / 204)
     assert figures["root_mean_square"] == pytest.approx((3 / 204) ** 0.5)
     assert figures["largest_group_mean_square"] == pytest.approx(3 / 201)
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_the_page_has_the_figures_of_each_recording(name: str) -> None:
+    differences = load_noise(name)
+    assert len(differences) == 40 * COMPLETIONS
+    assert np.isfinite(np.concatenate(differences)).all()
+    figures = figures_of(differences, COMPLETIONS)
+    cells = [f"`{name}`", f"{figures['tokens']:,}", *(f"{figures[column]:.2g}" for column in COLUMNS)]
+    assert f"| {' | '.join(cells)} |" in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_wrong_weights_exceed_the_limits_and_correct_engines_do_not(name: str) -> None:
+    """A wrong temperature exceeds the limit of float32 alone."""
+    differences, number_format = load_noise(name), name.split("-")[1]
+    groups = [differences[at : at + COMPLETIONS] for at in range(0, len(differences), COMPLETIONS)]
+    found = [difference(0, "", 0, group, number_format) for group in groups]
+    squares = [each.mean_square for each in found if each.tokens >= LARGE_GROUP]
+    assert len(squares) == 40
+    if name.endswith("-layer"):
+        assert min(squares) > SPREAD_LIMITS["bfloat16"]
+    elif name.endswith("-temperature"):
+        assert SPREAD_LIMITS["float32"] < min(squares)
+        assert max(squares) < SPREAD_LIMITS["bfloat16"]
+    else:
+        assert max(squares) < SPREAD_LIMITS[number_format]
