@@ -105,7 +105,7 @@ class Worker:
         token_ids = completion["token_ids"]
         ids_1L = torch.tensor([PROMPT_IDS + token_ids])
         position = 0
-        for session, step, start, end in completion["spans"]:
+        for session, step, start, end, _ in completion["spans"]:
             assert start == position
             position = end
             with torch.no_grad():
