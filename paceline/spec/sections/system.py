@@ -150,9 +150,8 @@ class CheckpointingSection(Section):
     higher_is_better: bool = True
     """True if the highest value of the metric is the best."""
     export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of the weights of exported models; a separately exported adapter stays float32. auto: the type in which samplers
-    get the weights (policy.generation_precision), without samplers policy.precision. A coarser type loses what small
-    learning rates have changed."""
+    """Type of the weights of exported models; a separately exported adapter stays float32. auto: the samplers' type
+    (policy.generation_precision); without samplers policy.precision. A coarser type may lose small changes."""
     checkpoint_dir: Folder = None
     """Parent folder of the runs' checkpoint folders: a path that all ranks see, or an fsspec URL
     (`s3://bucket/folder`). Default `checkpoints/` in the run's directory. A relative path in a spec's file is
@@ -204,11 +203,10 @@ class LoggerSection(Section):
     """Smallest share of each rollout worker's groups whose log-probabilities the learner compares with its own; the
     run's events name a worker whose log-probabilities are wrong. 0: none are compared."""
     verify_versions: NonNegativeInt | None = None
-    """Number of older versions of which the learner keeps its shards in host memory, to compare each token under the
-    version that sampled it; tokens of other older versions are not compared. Default: max_trajectory_age_steps."""
+    """Number of older versions that the learner keeps in host memory, each rank its shards. Tokens of other older versions
+    are not compared. Default: max_trajectory_age_steps."""
     verify_drops: bool = False
-    """Drop the untrained groups of a worker that is named, if their tokens are of the wrong version or a newer one. false
-    trains them."""
+    """Drop the untrained groups of a named worker, if their tokens are of a version seen to be wrong. false trains them."""
     profile_period: NonNegativeInt = 0
     """Period in steps of torch's profiler on rank 0 of the learner, to measure time in collectives; slower. 0: never.
     """

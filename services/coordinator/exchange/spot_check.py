@@ -162,8 +162,8 @@ class _Worker:
     since_zero: int = 0
     named: int = 0
     newest: deque[Observation] = field(default_factory=lambda: deque(maxlen=32))
-    wrong_from: int | None = None
-    """Oldest version of the observations with which the worker was named; None once an observation shows no fault."""
+    wrong: tuple[int, int] | None = None
+    """Oldest and newest version seen to be wrong since the worker was named; None once an observation shows no fault."""
 
     @property
     def mean(self) -> float:
@@ -201,12 +201,12 @@ class DriftTest:
     def is_suspected(self, member_id: str) -> bool:
         """Return whether the newest groups of a worker indicate a fault, however weakly."""
         worker = self._workers.get(member_id)
-        return worker is not None and (worker.since_zero > 0 or worker.wrong_from is not None)
+        return worker is not None and (worker.since_zero > 0 or worker.wrong is not None)
 
     @property
-    def wrong_versions(self) -> dict[str, int]:
-        """Return the oldest wrong version of each named worker whose later groups have not been right."""
-        return {name: each.wrong_from for name, each in self._workers.items() if each.wrong_from is not None}
+    def wrong_versions(self) -> dict[str, tuple[int, int]]:
+        """Return the oldest and the newest wrong version of each named worker whose later groups have not been right."""
+        return {name: each.wrong for name, each in self._workers.items() if each.wrong is not None}
 
     @property
     def largest_mean(self) -> float:
@@ -232,13 +232,16 @@ class DriftTest:
         doublings = math.log2(max(observation.mean_square / observation.spread_limit, 0.5))
         worker.wide = max(0.0, worker.wide + min(doublings, 1.0) * min(1.0, observation.tokens / ENOUGH_TOKENS))
         if not (worker.above or worker.below or worker.wide):
-            worker.since_zero, worker.wrong_from = 0, None
+            worker.since_zero, worker.wrong = 0, None
             return None
         worker.since_zero += 1
+        if worker.wrong is not None:
+            worker.wrong = (worker.wrong[0], max(worker.wrong[1], observation.version_step))
         if max(worker.above, worker.below) < THRESHOLD and worker.wide < WIDE:
             return None
         finding = self._finding(member_id, worker)
-        worker.named, worker.wrong_from = finding.times, finding.version_step
+        newest = max(each.version_step for each in list(worker.newest)[-worker.since_zero :])
+        worker.named, worker.wrong = finding.times, (finding.version_step, newest)
         worker.above = worker.below = worker.wide = 0.0
         worker.since_zero = 0
         return finding
@@ -254,7 +257,7 @@ class DriftTest:
             math.sqrt(newest[-1].spread_limit),
             newest[-1].number_format,
             worker.since_zero,
-            oldest if worker.wrong_from is None else min(oldest, worker.wrong_from),
+            oldest if worker.wrong is None else min(oldest, worker.wrong[0]),
             median(each.mean for each in others) if others else None,
             median(each.spread for each in others) if others else None,
             worker.named + 1,
@@ -279,7 +282,7 @@ MAX_CHECKS = 16
 LARGE_BATCH = 64
 """One group of a batch of at least this many groups is always compared, which takes about 1/200 of the step's work."""
 
-MAX_GROUPS = 1 << 17
+MAX_GROUPS = 1 << 15
 """Number of newest groups whose samplers are known."""
 
 KEPT_CHOICES = 8
@@ -323,9 +326,10 @@ class SpotCheck:
             self._samplers.popitem(last=False)
 
     def is_wrong(self, group_id: int) -> bool:
-        """Return whether a group has tokens by a named worker, of the versions that were wrong or newer ones."""
-        wrong = self.test.wrong_versions
-        return any(step >= wrong.get(worker, step + 1) for worker, step in self._samplers.get(group_id, {}).items())
+        """Return whether a named worker has sampled tokens of the group, the newest under a version seen to be wrong. Groups
+        of newer versions are not wrong yet: they are compared when they are trained."""
+        wrong, samplers = self.test.wrong_versions, self._samplers.get(group_id, {})
+        return any(oldest <= samplers.get(worker, -1) <= newest for worker, (oldest, newest) in wrong.items())
 
     def choose(
         self, chain: str, part: tuple[int, int], groups: Sequence[int], share: float, batch_size: int

@@ -25,7 +25,7 @@ from paceline.services.coordinator.ledger.tables.episodes import RESTARTED
 from paceline.v1 import exchange_pb2 as pb
 
 WRONG_WEIGHTS = "wrong_weights"
-"""Reason of groups that were sampled with other weights than those of their versions."""
+"""Drop reason if a group's tokens were not sampled with the weights of their versions."""
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:

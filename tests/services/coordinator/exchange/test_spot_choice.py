@@ -78,9 +78,11 @@ def test_a_named_worker_is_compared_in_each_batch_until_it_is_right() -> None:
     finding = check.observe("a", wrong._replace(version_step=2))
     assert finding is not None
     assert finding.version_step == 2
-    assert check.test.wrong_versions == {"a": 2}
-    groups = batch(check, 1, ["a"]) + batch(check, 2, ["b", "b+a"])
-    assert [check.is_wrong(group) for group in groups] == [False, False, True]
+    assert check.test.wrong_versions == {"a": (2, 3)}
+    groups = batch(check, 1, ["a"]) + batch(check, 2, ["b", "b+a"]) + batch(check, 4, ["a"])
+    assert [check.is_wrong(group) for group in groups] == [False, False, True, False]
+    check.observe("a", wrong._replace(version_step=4))
+    assert check.test.wrong_versions == {"a": (2, 4)}
     assert chosen_in(check, 5, ["a"] * 8) == ["a"] * 2
     check.observe("a", RIGHT)
     assert check.test.wrong_versions == {}
