@@ -1,20 +1,18 @@
 """Reads arrays from a safetensors frame as views and checks them by name. Unreadable bytes raise a WireError.
-`RowArrays` are the arrays of a group with an environment (`exchange.proto`, GroupResult). Spans without samplers have
-no arrays for them. Promise: decoded transcripts
+`RowArrays` are the arrays of a group with an environment (`exchange.proto`, GroupResult). Promise: decoded transcripts
 belong to samples in order, masks match version spans and turns, and only sampled tokens have a log-probability."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.errors import WireError
-from paceline.groups import BoolArray, Completion, FloatArray, IntArray, Rows, Turn, VersionSpan
+from paceline.groups import MEMBER_ID, BoolArray, Completion, FloatArray, IntArray, Rows, Turn, VersionSpan
 
 MAX_TENSOR_HEADER_BYTES = 64 << 10
 """Largest size in bytes of a payload frame's JSON header. Five arrays need a few hundred bytes."""
@@ -82,7 +80,6 @@ def concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.asarray(a, dtype) for a in arrays]) if arrays else np.empty(0, dtype)
 
 
-MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_SAMPLERS = 1 << 13
 """Largest number of samplers of a group: as many as a coordinator has members."""
 MAX_NAMES_BYTES = 65 * MAX_SAMPLERS
@@ -100,12 +97,24 @@ def encode_samplers(spans: Iterable[VersionSpan]) -> dict[str, np.ndarray]:
     }
 
 
-def names_of_samplers(arrays: dict[str, np.ndarray]) -> tuple[str, ...]:
-    """Return the names of a payload frame's samplers; empty if the frame has none. Raises WireError."""
+def decode_samplers(arrays: dict[str, np.ndarray], num_spans: int) -> list[str]:
+    """Return the sampler of each span in a payload frame; empty if unknown. Raises WireError."""
     if "samplers" not in arrays and "sampler_names" not in arrays:
-        return ()
-    named_array(arrays, "samplers", "i4", 1)
-    encoded = named_array(arrays, "sampler_names", "u1", 1)
+        return [""] * num_spans
+    indices = named_array(arrays, "samplers", "i4", 1).tolist()
+    names = _sampler_names(named_array(arrays, "sampler_names", "u1", 1))
+    if len(indices) != num_spans:
+        raise WireError(f"samplers has {len(indices)} values for {num_spans} spans; it has one for each span")
+    if (used := set(indices) - {-1}) != set(range(len(names))):
+        raise WireError(
+            f"samplers has the indices {sorted(used)[:16]}, but sampler_names has {len(names)} names; each name is used, "
+            "and -1 is an unknown sampler"
+        )
+    unknown_last = (*names, "")
+    return [unknown_last[index] for index in indices]
+
+
+def _sampler_names(encoded: np.ndarray) -> tuple[str, ...]:
     if len(encoded) > MAX_NAMES_BYTES:
         raise WireError(f"sampler_names has {len(encoded)} bytes, but at most {MAX_NAMES_BYTES} are allowed")
     try:
@@ -123,23 +132,6 @@ def names_of_samplers(arrays: dict[str, np.ndarray]) -> tuple[str, ...]:
             "allowed, each once"
         )
     return names
-
-
-def decode_samplers(arrays: dict[str, np.ndarray], num_spans: int) -> list[str]:
-    """Return the sampler of each span in a payload frame; empty if unknown. Raises WireError."""
-    names = names_of_samplers(arrays)
-    if not names:
-        return [""] * num_spans
-    indices = arrays["samplers"].tolist()
-    if len(indices) != num_spans:
-        raise WireError(f"samplers has {len(indices)} values for {num_spans} spans; it has one for each span")
-    if (used := set(indices) - {-1}) != set(range(len(names))):
-        raise WireError(
-            f"samplers has the indices {sorted(used)[:16]}, but sampler_names has {len(names)} names; each name is used, "
-            "and -1 is an unknown sampler"
-        )
-    unknown_last = (*names, "")
-    return [unknown_last[index] for index in indices]
 
 
 MAX_SAMPLES = 1 << 16

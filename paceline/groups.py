@@ -11,6 +11,7 @@ episode whose history is not an exact prefix of its continuation has several. Na
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,7 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 SHA256_DIGITS = 64
+MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_HOLDERS = 64
 """Number of a group's newest attempts for which the holder is kept."""
 
@@ -219,8 +221,7 @@ def cut_spans(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpa
 def continued_spans(
     begun: Sequence[VersionSpan], spans: Iterable[VersionSpan], sampler: str
 ) -> tuple[VersionSpan, ...]:
-    """Return the spans of a completion that `sampler` has continued: those of its prefix, `begun`, and the parts of
-    `spans` after the prefix."""
+    """Return the spans of a completion whose prefix has the spans `begun`. The parts of `spans` behind it get `sampler`."""
     start = begun[-1].end if begun else 0
     new = (span._replace(start=max(span.start, start), sampler=sampler) for span in spans if span.end > start)
     return (*begun, *new)

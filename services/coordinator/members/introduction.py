@@ -8,9 +8,9 @@ import hmac
 import logging
 from typing import Any
 
-from paceline.array_frames import MEMBER_ID
 from paceline.calls.connection import FORM
 from paceline.errors import Conflict, InvalidInput
+from paceline.groups import MEMBER_ID
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.tls import identity_of_call
 from paceline.services.coordinator.members.registry import ROLE_NAMES, Member
