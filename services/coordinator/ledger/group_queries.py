@@ -60,14 +60,6 @@ class GroupQueries(Queries):
             (run_id, step),
         )
 
-    def samplers_of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
-        """Return the id, attempts, holders and oldest version of the groups of a step's batch, in the batch's order."""
-        return self.rows(
-            "SELECT group_id, attempt, holders, oldest_step FROM groups INDEXED BY step_groups"
-            " WHERE run_id = ? AND step = ? ORDER BY rank_order",
-            (run_id, step),
-        )
-
     def first_step_without_payloads(self, run_id: str, start: int, end: int) -> int | None:
         """Return the first step in [start, end) with a group whose result is no longer stored."""
         row = self.row(
