@@ -119,7 +119,7 @@ def damaged_layer(model: Path, layer: int, scale: float) -> Mapping[str, Tensor]
 async def sample(
     spec: RunSpec, prompts: list[np.ndarray], params: SamplingParams, weights: Mapping[str, Tensor] | None
 ) -> list[TrainingSample]:
-    """Return the samples of all groups, group after group. `weights` replace those of the model's files."""
+    """Sample all groups; return their samples in order. `weights` replace those in the model's files."""
     engine = create_engine(spec, load_weights=True)
 
     async def complete(group: int, index: int) -> Completion:

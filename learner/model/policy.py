@@ -113,8 +113,8 @@ def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
 
 
 def published_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
-    """Return the type in which weights are published: the sampler's, for an adapter float32, because it is small and only
-    its merge should round."""
+    """Return the type of published weights: the sampler's. An adapter's is float32: it is small, and only its merge should
+    round."""
     precision = "float32" if policy.lora_cfg.enabled else policy.generation_precision
     dtype: torch.dtype = getattr(torch, resolved_dtype(precision, device.type))
     return dtype

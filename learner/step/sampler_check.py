@@ -50,7 +50,7 @@ class Difference(NamedTuple):
     mean_square: float
     """Mean of the squared differences, in nats²."""
     number_format: str
-    """The coarser of two types: that of the learner's forward pass and that of the published weights."""
+    """The type of the learner's forward pass or of the published weights, if that is coarser."""
 
 
 class KeptVersions:
@@ -127,7 +127,7 @@ class SamplerCheck:
         self._number_format = max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
     def keep(self, step: int) -> None:
-        """Copy the current weights, which are those of version `step`, before the step changes them."""
+        """Copy the weights of version `step`, which the model has before the step."""
         self._kept.remove_before(step + 1 - self._max_age)
         self._kept.keep(Version(self._session, step))
 
@@ -137,27 +137,24 @@ class SamplerCheck:
     ) -> list[Difference]:
         """Return the differences of this rank's `chosen` groups, before the step changes the weights. Tokens of versions
         that are not kept are left out. `samples` are those of `sequences_from_groups`. A collective call."""
-        spans_of = {
-            index: list(comparable_spans(*origin, exact=self._is_exact))
-            for index, origin in enumerate((group, i) for group in groups for i in range(len(group.completions)))
-            if origin[0].group_id in chosen and samples[index].num_trained_tokens
-        }
-        steps = [s.step for spans in spans_of.values() for s in spans if self._is_known(s, step)]
+        completions = [(group, index) for group in groups for index in range(len(group.completions))]
+        spans_of: defaultdict[int, dict[int, list[VersionSpan]]] = defaultdict(dict)
+        for number, (group, index) in enumerate(completions):
+            if group.group_id in chosen and samples[number].num_trained_tokens:
+                for span in comparable_spans(group, index, exact=self._is_exact):
+                    if self._is_known(span, step):
+                        spans_of[span.step].setdefault(number, []).append(span)
         found: defaultdict[tuple[int, str, int], list[np.ndarray]] = defaultdict(list)
-        for version_step in union_over_ranks(steps, self._trainer.device):
-            spans = {
-                index: [s for s in of_sample if self._is_known(s, step) and s.step == version_step]
-                for index, of_sample in spans_of.items()
-            }
-            indices = [index for index, of_sample in spans.items() if of_sample]
+        for version_step in union_over_ranks(list(spans_of), self._trainer.device):
+            spans = spans_of[version_step]
             with self._weights_of(version_step, step):
-                differences = self._differences([samples[index] for index in indices], step)
-            for index, differences_T in zip(indices, differences, strict=True):
-                for sampler in {span.sampler for span in spans[index]}:
-                    mask_T = _mask([span for span in spans[index] if span.sampler == sampler], len(differences_T))
+                differences = self._differences([samples[number] for number in spans], step)
+            for number, differences_T in zip(spans, differences, strict=True):
+                for sampler in {span.sampler for span in spans[number]}:
+                    mask_T = _mask([span for span in spans[number] if span.sampler == sampler], len(differences_T))
                     values = differences_T[mask_T & ~np.isnan(differences_T)]
                     if len(values):
-                        found[samples[index].group_id, sampler, version_step].append(values)
+                        found[samples[number].group_id, sampler, version_step].append(values)
         return [difference(*key, found[key], self._number_format) for key in sorted(found)]
 
     def _is_known(self, span: VersionSpan, step: int) -> bool:
