@@ -5,14 +5,15 @@ which wait for one another and for the engine, which swaps between two decode st
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Mapping
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.errors import Conflict, PacelineError, WireError, first_line
+from paceline.errors import Conflict, PacelineError, Unavailable, WireError, first_line
 from paceline.groups import Version
 from paceline.rollout.engine import Engine
 from paceline.services.common.worker.membership import Membership
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
 """Seconds between two reports that weights are being received or loaded; at most a quarter of the allowed silence."""
+ENDING = "this worker is ending"
+ResultT = TypeVar("ResultT")
 PHASES = {"receiving": worker_pb2.WEIGHT_PHASE_RECEIVING, "loading": worker_pb2.WEIGHT_PHASE_LOADING}
 
 
@@ -141,15 +144,26 @@ class RolloutWeights:
                     f"version {tuple(version)} came after {tuple(serving)}, which this worker serves already"
                 )
             started_s = time.monotonic()
-            swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, weights), self._loop)
-            # The engine answers or raises; the learner has a separate deadline.
-            self._pause_s = swap.result()
+            swap = self._run_in_loop(self._engine.update_weights(version, weights))
+            try:  # The engine answers or raises; the learner has a separate deadline.
+                self._pause_s = swap.result()
+            except concurrent.futures.CancelledError:
+                raise Unavailable(ENDING) from None
             self._swap_s = time.monotonic() - started_s
 
     def _report_relay(self) -> None:
         if self._relay is not None and (identity := self._relay.identity) is not None:
             report = self._membership.report(worker_pb2.ConnectRequest(host_agent=identity))
-            asyncio.run_coroutine_threadsafe(report, self._loop)
+            with suppress(Unavailable):
+                self._run_in_loop(report)
+
+    def _run_in_loop(self, coroutine: Coroutine[Any, Any, ResultT]) -> concurrent.futures.Future[ResultT]:
+        """Start a coroutine in the service's loop, from a receiver's thread. Raises Unavailable if the loop has ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise Unavailable(ENDING) from None
 
     def _on_ack(
         self,
@@ -174,4 +188,5 @@ class RolloutWeights:
         if ok:
             self._last_yes = ack
         report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))
-        asyncio.run_coroutine_threadsafe(report, self._loop)
+        with suppress(Unavailable):
+            self._run_in_loop(report)

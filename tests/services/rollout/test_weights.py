@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 import torch
 from store_pair import Pair, offer
 
+from paceline.errors import Unavailable
 from paceline.groups import Version
 from paceline.services.rollout.weights import RolloutWeights
 from paceline.v1 import worker_pb2
@@ -113,6 +115,34 @@ async def test_the_last_yes_is_said_again_to_a_coordinator_that_was_away(worker:
     first = await worker.membership.next("weight_ack")
     await worker.weights.answer_again()
     assert await worker.membership.next("weight_ack") == first
+
+
+async def until_loading(worker: Worker) -> None:
+    await worker.publish()
+    await worker.engine.loading.wait()
+    worker.reporting.cancel()
+
+
+def test_a_loop_that_ends_while_a_version_is_loaded_is_no_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGTERM: `asyncio.run` cancels the swap, and the receiver's thread cannot answer any more."""
+
+    async def end() -> Worker:
+        await until_loading(worker := Worker(tmp_path))
+        return worker
+
+    with asyncio.Runner() as runner:
+        worker = runner.run(end())
+    with pytest.raises(Unavailable, match="this worker is ending"):
+        worker.weights._run_in_loop(worker.engine.update_weights(V1, {}))
+    end_s = time.monotonic() + DEADLINE_S
+    while "refused: this worker is ending" not in caplog.text and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert "refused: this worker is ending" in caplog.text
+    assert "Traceback" not in caplog.text
+    worker.weights.close()
+    worker.pair.writer.close()
 
 
 HERE = "the run's own"

@@ -201,18 +201,21 @@ def test_a_message_of_many_frames_is_not_read_at_once(listen: Listen) -> None:
 def test_the_sender_of_many_frames_is_cut_off_once(listen: Listen) -> None:
     """The next connection gets the same descriptor while the rest of the message is still read."""
     exchange = listen(discarded_at_once=100)
-    with raw(exchange) as connection:
-        connection.sendall(EMPTY_FRAME * 5_000 + LAST_FRAME)
-        long = read_one(exchange)
-        assert not exchange.discard()
-        until_closed(exchange, connection)
-    with raw(exchange) as honest:
-        honest.sendall(SMALL_MESSAGE)
-        came: list[Message] = []
-        assert not exchange.discard(), "there is more of it"
-        until(exchange, lambda: bool(came), came=came)
-        assert came[0].descriptor == long.descriptor
-        assert not is_cut(honest)
+    for _ in range(10):  # another file of this process may have taken the descriptor
+        with raw(exchange) as connection:
+            connection.sendall(EMPTY_FRAME * 5_000 + LAST_FRAME)
+            long = read_one(exchange)
+            assert not exchange.discard()
+            until_closed(exchange, connection)
+        with raw(exchange) as honest:
+            honest.sendall(SMALL_MESSAGE)
+            came: list[Message] = []
+            assert not exchange.discard(), "there is more of it"
+            until(exchange, lambda came=came: bool(came), came=came)  # type: ignore[misc]
+            assert not is_cut(honest)
+        if came[0].descriptor == long.descriptor:
+            return
+    raise AssertionError("no connection got the descriptor of the one before")
 
 
 def test_a_large_whole_message_arrives_and_the_next_one_too(listen: Listen) -> None:
