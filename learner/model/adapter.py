@@ -7,6 +7,7 @@ checkpointed and published. The modules are peft's, injected in place, so the mo
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from paceline.weights.format.lora_names import FINGERPRINT, fingerprint, merged,
 
 NAME = "default"
 BASE = ".base_layer."
+READS = re.compile("Mamba|FalconH1Mixer|BambaMixer|AltUp")
+"""Classes of modules that read weights of READ_DIRECTLY."""
 
 
 def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
@@ -27,21 +30,23 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
     Raises InvalidInput if no layer is named, or one that is not a plain linear layer inside the model."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    _refuse_targets(model, lora, lambda module: module in ends or type(module) is not nn.Linear)
+    fit = _adaptable(model)
+    _refuse_targets(model, lora, lambda name, module: name not in fit)
     config = LoraConfig(
         r=lora.dim,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules) or "all-linear",
+        target_modules=list(lora.target_modules) or fit,
         exclude_modules=list(lora.exclude_modules) or None,
     )
+    shell = nn.Module()  # without the model's config, for which peft would adapt experts too
+    shell._modules = model._modules
     with torch.random.fork_rng(devices=[]):
         # Every rank starts from the same adapter, whatever the state of its generators.
         torch.manual_seed(seed)
         try:
             with _weights_in_memory(model):
-                inject_adapter_in_model(config, model, adapter_name=NAME)
+                inject_adapter_in_model(config, shell, adapter_name=NAME)
         except ValueError as error:
             raise InvalidInput(
                 f"policy.lora_cfg.target_modules {list(lora.target_modules)}: {first_line(error)}"
@@ -150,9 +155,26 @@ def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def _refuse_targets(model: nn.Module, lora: LoraSection, unfit: Callable[[nn.Module], bool]) -> None:
+READ_DIRECTLY = frozenset({"out_proj", "dt_proj", "correction_coefs", "prediction_coefs"})
+"""Linear layers of state-space mixers and of Gemma 3n's streams whose weights are read without a call of the layer, on GPUs
+by one kernel for the whole mixer; an adapter there would have no effect."""
+
+
+def _adaptable(model: Any) -> list[str]:
+    """Return the names of the plain linear layers below the head that can be adapted."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    reading = [name for name, module in model.named_modules() if READS.search(type(module).__name__)]
+    left_out = {f"{name}.{layer}" for name in reading for layer in READ_DIRECTLY}
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module not in ends and name not in left_out
+    ]
+
+
+def _refuse_targets(model: nn.Module, lora: LoraSection, unfit: Callable[[str, nn.Module], bool]) -> None:
     for name, module in model.named_modules():
-        if name.split(".")[-1] in lora.target_modules and unfit(module):
+        if name.split(".")[-1] in lora.target_modules and unfit(name, module):
             raise InvalidInput(
                 f"policy.lora_cfg.target_modules would adapt {name!r}, a {type(module).__name__}; only linear layers "
                 "below the LM head can be adapted"

@@ -34,7 +34,7 @@ IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)
 """Compute capability that FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) has kernels for."""
 log = logging.getLogger(__name__)
-UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "sinks")
+UNSUPPORTED_ARGUMENTS = ("position_bias", "sinks", "indices")
 """Arguments that some architectures pass to attention and that neither path supports."""
 
 
@@ -49,6 +49,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return ([1, T, H, D], None): causal attention within each sequence of a packed row, with the signature that
@@ -56,21 +57,71 @@ def packed_attention(
 
     Args:
         query: [1, H, T, D].
-        key: [1, K, T, D], K dividing H (grouped queries); value as key.
+        key: [1, K, T, D], K dividing H (grouped queries).
+        value: [1, K, T, E]; E is another width than D in latent attention (DeepSeek-V2, arXiv 2405.04434).
         sliding_window: tokens that a token attends to, itself included; None: all before it.
         s_aux: [H] attention sinks, the logits of a key without a value that every token attends to.
+        softcap: cap of cap · tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: no cap.
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} needs {name!r}, which packed attention does not support"
             )
+    width, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = _of_one_width(query, key, value)
+    chunk = _chunk_tokens(module)
+    if chunk is not None and chunk < layout.max_length:
+        own = None
+        if layout.shared:
+            own, tokens = layout.unshared.own, layout.unshared.tokens
+            query, key, value = (x.index_select(2, tokens) for x in (query, key, value))
+            layout = layout.unshared.layout
+        out = _attend(query, key, value, _in_chunks(layout, chunk), scaling, sliding_window, s_aux, softcap)
+        out = out if own is None else out.index_select(1, own)
+    else:
+        out = _attend(query, key, value, layout, scaling, sliding_window, s_aux, softcap)
+    return out[..., :width], None
+
+
+def _of_one_width(*arrays: Tensor) -> list[Tensor]:
+    """Return queries, keys and values with zeros up to the same width, which changes no score and no kept value. Kernels
+    need one width."""
+    width = max(x.shape[-1] for x in arrays)
+    return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in arrays]
+
+
+def _chunk_tokens(module: Any) -> int | None:
+    """Return the tokens of a chunk, out of which no token attends (Llama 4); None if the layer has no chunks."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if not kinds or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    return int(module.config.attention_chunk_size)
+
+
+def _in_chunks(layout: SequenceLayout, chunk: int) -> SequenceLayout:
+    """Return the layout whose sequences are the chunks of the sequences, which share no prompt."""
+    lengths = [length for count, length in layout.runs for _ in range(count)]
+    parts = [min(chunk, length - begin) for length in lengths for begin in range(0, length, chunk)]
+    return SequenceLayout.of(parts, layout.starts.device)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    scale: float,
+    sliding_window: int | None,
+    sinks_H: Tensor | None,
+    cap: float | None,
+) -> Tensor:
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
-    if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _flash(query, key, value, layout, scaling, window), None
-    if layout.shared and not query.is_cuda:
-        return shared_attention(query, key, value, layout, scaling, window, s_aux).unsqueeze(0), None
-    return _by_runs(query, key, value, layout, scaling, window, s_aux), None
+    if sinks_H is None and cap is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _flash(q, k, v, layout, scale, window)
+    if layout.shared and not q.is_cuda and cap is None:
+        return shared_attention(q, k, v, layout, scale, window, sinks_H).unsqueeze(0)
+    return _by_runs(q, k, v, layout, scale, window, sinks_H, cap)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float | None, window: int | None) -> Tensor:
@@ -137,11 +188,12 @@ def _by_runs(
     scale: float | None,
     window: int | None,
     sinks_H: Tensor | None,
+    cap: float | None = None,
 ) -> Tensor:
     if layout.shared:  # each completion gets a copy of its prompt before it
         whole = layout.unshared
         q, k, v = (x.index_select(2, whole.tokens) for x in (q, k, v))
-        return _by_runs(q, k, v, whole.layout, scale, window, sinks_H).index_select(1, whole.own)
+        return _by_runs(q, k, v, whole.layout, scale, window, sinks_H, cap).index_select(1, whole.own)
     if q.is_cuda and q.shape[1] != k.shape[1]:
         # CUDA's float32 kernel does not support grouped queries; without this SDPA falls back to materialised scores.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -154,15 +206,19 @@ def _by_runs(
         if sinks_H is not None:
             k_nKLD, v_nKLD = (pad(x, (0, 0, 0, 1)) for x in (k_nKLD, v_nKLD))
             mask_LL = _with_sinks(mask_LL, length, sinks_H.to(q.dtype))
-        out_nHLD = scaled_dot_product_attention(
-            q_nHLD,
-            k_nKLD,
-            v_nKLD,
-            attn_mask=mask_LL,
-            is_causal=mask_LL is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        if cap is not None:
+            mask_LL = band(length, length, q.device) if mask_LL is None else mask_LL
+            out_nHLD = _capped(q_nHLD, k_nKLD, v_nKLD, mask_LL, scale, cap)
+        else:
+            out_nHLD = scaled_dot_product_attention(
+                q_nHLD,
+                k_nKLD,
+                v_nKLD,
+                attn_mask=mask_LL,
+                is_causal=mask_LL is None,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
         outs_THD.append(repeat_backward(out_nHLD).transpose(1, 2).reshape(count * length, q.shape[1], -1))
     return torch.cat(outs_THD).unsqueeze(0)
 
@@ -176,6 +232,15 @@ def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
     shape = (1, len(sinks_H), length)
     added_LL = sinks_H.new_zeros(length, length).masked_fill(~mask_LL, -torch.inf)
     return torch.cat((added_LL.expand(*shape, -1), sinks_H[None, :, None, None].expand(*shape, 1)), dim=-1)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, scale: float | None, cap: float) -> Tensor:
+    """Return [n, H, L, D]: attention with soft-capped scores. `mask_LL` are booleans, or numbers that are added."""
+    assert scale is not None
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * (scale / cap)).tanh() * cap
+    scores = scores.masked_fill(~mask_LL, -torch.inf) if mask_LL.dtype == torch.bool else scores + mask_LL
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype) @ v
 
 
 # transformers builds no mask for an implementation that AttentionMaskInterface does not have, so none is registered.

@@ -161,6 +161,8 @@ def _make_buffers(model: Any, device: torch.device, what: str) -> None:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no value for it
         with init.guard_torch_init_functions():
             owner._init_weights(module)
+            if any(module.get_buffer(buffer).isnan().any() for buffer in names):
+                owner._init_weights(owner)  # some models compute their layers' buffers
         for buffer in names:
             value = module.get_buffer(buffer)
             if value.is_floating_point() and value.isnan().any():

@@ -9,7 +9,7 @@ hidden size, V vocabulary; a tile has M tokens and W of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,12 @@ def chunked_logprobs(
     entropy_gradient: bool = False,
     float32_head: bool = False,
     vocabulary_tile: int = VOCABULARY_TILE,
+    bias_V: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log softmax(h·Wᵀ / temperature)[target], and the entropy of that distribution.
+    """Return log softmax(z / temperature)[target], and the entropy of that distribution, for the logits
+    z = scale · (h·Wᵀ + bias), or cap · tanh(z / cap) of these (Gemma 2, arXiv 2408.00118).
 
     Args:
         hidden_NH: [N, H] last hidden states at the positions that predict the targets.
@@ -45,12 +49,37 @@ def chunked_logprobs(
         float32_head: compute products with the head's weights in float32 and keep them so; False: round them to the type
             of the inputs, as the model's own head does.
         vocabulary_tile: tokens of the vocabulary of a tile.
+        bias_V: [V] bias of the head.
 
     Returns:
         (logprobs_N with gradient, entropy_N with gradient only if entropy_gradient), float32, in nats.
     """
-    settings = 1.0 / temperature, chunk_tokens, vocabulary_tile, with_entropy, entropy_gradient, float32_head
-    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, targets_N, *settings)  # type: ignore[no-any-return, no-untyped-call]
+    form = _LogitForm(scale / temperature, None if cap is None else cap / temperature, float32_head)
+    settings = form, chunk_tokens, vocabulary_tile, with_entropy, entropy_gradient
+    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, *settings)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _LogitForm(NamedTuple):
+    """Form of the logits, the division by the temperature included."""
+
+    scale: float
+    cap: float | None
+    float32_head: bool
+
+    def logits(self, hidden_MH: Tensor, head_WH: Tensor, bias_W: Tensor | None) -> Tensor:
+        """Return [M, W] float32 logits."""
+        if self.float32_head:
+            product_MW = _float32_product(_operand(hidden_MH, True), head_WH.T)
+        else:
+            product_MW = (hidden_MH @ head_WH.T).float()
+        if bias_W is not None:
+            product_MW.add_(bias_W.float())
+        logits_MW = product_MW.mul_(self.scale)
+        return logits_MW if self.cap is None else logits_MW.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slopes(self, logits_MW: Tensor) -> Tensor | None:
+        """Return [M, W] the derivative of the soft cap at the logits; None without a cap."""
+        return None if self.cap is None else (logits_MW / self.cap).square_().neg_().add_(1.0)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -66,54 +95,63 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
+        bias_V: Tensor | None,
         targets_N: Tensor,
-        inverse_temperature: float,
+        form: _LogitForm,
         chunk_tokens: int,
         vocabulary_tile: int,
         with_entropy: bool,
         entropy_gradient: bool,
-        float32_head: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.inverse_temperature, ctx.chunk_tokens = inverse_temperature, chunk_tokens
-        ctx.vocabulary_tile, ctx.float32_head = vocabulary_tile, float32_head
+        ctx.form, ctx.chunk_tokens, ctx.vocabulary_tile = form, chunk_tokens, vocabulary_tile
         ctx.entropy_gradient = entropy_gradient
         sums = _OnlineSoftmax(targets_N, hidden_NH.device, with_entropy)
         add = sums.add if len(weight_VH) > vocabulary_tile else sums.set
         for vocabulary, weight_WH in _tiles_of(weight_VH, vocabulary_tile):
-            head_WH = _operand(weight_WH, float32_head)
+            head_WH = _operand(weight_WH, form.float32_head)
+            bias_W = None if bias_V is None else bias_V[vocabulary]
             for chunk in _slices(len(targets_N), chunk_tokens):
-                add(chunk, vocabulary, _logits(hidden_NH[chunk], head_WH, float32_head, inverse_temperature))
+                add(chunk, vocabulary, form.logits(hidden_NH[chunk], head_WH, bias_W))
         logprobs_N, log_z_N, entropy_N = sums.result()
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, log_z_N, entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_z_N, entropy_N)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, targets_N, log_z_N, entropy_N = ctx.saved_tensors
-        grad_N = grads[0].float() * ctx.inverse_temperature
-        entropy_grad_N = grads[1].float() * ctx.inverse_temperature if ctx.entropy_gradient else None
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_NH, weight_VH, bias_V, targets_N, log_z_N, entropy_N = ctx.saved_tensors
+        form: _LogitForm = ctx.form
+        grad_N = grads[0].float() * form.scale
+        entropy_grad_N = grads[1].float() * form.scale if ctx.entropy_gradient else None
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if wants_hidden else None
         grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and wants_bias else None
         for vocabulary, weight_WH in _tiles_of(weight_VH, ctx.vocabulary_tile):
-            head_WH = _operand(weight_WH, ctx.float32_head)
+            head_WH = _operand(weight_WH, form.float32_head)
+            bias_W = None if bias_V is None else bias_V[vocabulary]
             grad_WH = torch.zeros_like(weight_WH, dtype=torch.float32) if wants_weight else None
             for chunk in _slices(len(targets_N), ctx.chunk_tokens):
-                logits_MW = _logits(hidden_NH[chunk], head_WH, ctx.float32_head, ctx.inverse_temperature)
+                logits_MW = form.logits(hidden_NH[chunk], head_WH, bias_W)
+                through_cap_MW = form.slopes(logits_MW)
                 entropy_M = None if entropy_grad_N is None else (entropy_N[chunk], entropy_grad_N[chunk])
                 slope_MW = _slopes(logits_MW.sub_(log_z_N[chunk, None]), grad_N[chunk], entropy_M)
                 _add_at_targets(slope_MW, targets_N[chunk] - vocabulary.start, grad_N[chunk])
-                slope_MW = slope_MW if ctx.float32_head else slope_MW.to(weight_VH.dtype)
+                if through_cap_MW is not None:
+                    slope_MW.mul_(through_cap_MW)
+                if grad_bias_V is not None:
+                    grad_bias_V[vocabulary] += slope_MW.sum(0)
+                slope_MW = slope_MW if form.float32_head else slope_MW.to(weight_VH.dtype)
                 if grad_hidden_NH is not None:
                     _add_product(grad_hidden_NH[chunk], slope_MW, head_WH)
                 if grad_WH is not None:
-                    _add_product(grad_WH, slope_MW.T, _operand(hidden_NH[chunk], ctx.float32_head))
+                    _add_product(grad_WH, slope_MW.T, _operand(hidden_NH[chunk], form.float32_head))
             if grad_weight_VH is not None and grad_WH is not None:
                 grad_weight_VH[vocabulary] = grad_WH
         grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype)
-        return (grad_hidden_NH, grad_weight_VH, *[None] * 7)
+        grad_bias_V = None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return (grad_hidden_NH, grad_weight_VH, grad_bias_V, *[None] * 6)
 
 
 class _OnlineSoftmax:
@@ -190,13 +228,6 @@ def _add_at_targets(slope_MW: Tensor, columns_M: Tensor, grad_M: Tensor) -> None
     has_M = (columns_M >= 0) & (columns_M < slope_MW.shape[1])
     columns_M = columns_M.clamp(0, slope_MW.shape[1] - 1)
     slope_MW.scatter_add_(-1, columns_M[:, None], (grad_M * has_M)[:, None])
-
-
-def _logits(hidden_MH: Tensor, head_WH: Tensor, float32_head: bool, inverse_temperature: float) -> Tensor:
-    """Return [M, W] float32 logits, divided by the temperature."""
-    if float32_head:
-        return _float32_product(_operand(hidden_MH, True), head_WH.T).mul_(inverse_temperature)
-    return (hidden_MH @ head_WH.T).float().mul_(inverse_temperature)
 
 
 def _operand(tensor: Tensor, float32_head: bool) -> Tensor:

@@ -38,10 +38,12 @@ from paceline.learner.collectives import world_size
 from paceline.learner.model.adapter import add_adapter
 from paceline.learner.model.attention import IMPLEMENTATION, leave_out_of_graphs, prefer_flash_attention_3
 from paceline.learner.model.loading import fill
+from paceline.learner.model.logits import LogitRule, body_of, logit_rule
 from paceline.learner.model.logprobs import chunked_logprobs
 from paceline.learner.model.mesh import mesh_of
-from paceline.models.architectures import check_architecture, check_positions
-from paceline.models.loading import check_head, fault_of_load, resolved_dtype
+from paceline.learner.model.mixers import keep_sequences_apart
+from paceline.models.architectures import MIXERS, check_architecture, check_positions
+from paceline.models.loading import fault_of_load, resolved_dtype
 from paceline.models.pretrained import check_weights, load_pretrained, skeleton
 from paceline.models.weight_files import WeightFiles, model_files
 from paceline.spec import PolicySection
@@ -128,15 +130,20 @@ def _forward(
     entropy_gradient: bool = False,
     *,
     policy: PolicySection,
+    rule: LogitRule,
 ) -> tuple[Tensor, Tensor]:
+    head = model.get_output_embeddings()
     return chunked_logprobs(
         _predicting_states(model, packed, policy),
-        model.get_output_embeddings().weight,
+        head.weight,
         packed.targets_N,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy_gradient=entropy_gradient,
         float32_head=policy.float32_head,
+        bias_V=head.bias,
+        scale=rule.scale,
+        cap=rule.cap,
     )
 
 
@@ -149,7 +156,8 @@ def _score(model: Any, packed: PackedBatch, *, policy: PolicySection, **_: Any) 
 
 def _predicting_states(model: Any, packed: PackedBatch, policy: PolicySection) -> Tensor:
     row = padded_row(packed) if policy.compile else packed
-    hidden_1RH = model.base_model(
+    model.row_layout = row.layout  # for layers that carry a state
+    hidden_1RH = body_of(model)(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
     ).last_hidden_state
     return hidden_1RH[0].index_select(0, packed.predictors_N)  # type: ignore[no-any-return]
@@ -167,7 +175,6 @@ def _build(
         source, files = model_files(name, FIELD)
         options: dict[str, Any] = {"num_labels": 1} if scoring else {}
         config = AutoConfig.from_pretrained(source, **options)
-        check_head(config, name)
         check_architecture(config.to_dict(), f"{FIELD} {name!r}")
         check_positions(config.to_dict(), f"{FIELD} {name!r}", policy.max_total_sequence_length)
         kind: Any = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
@@ -193,11 +200,12 @@ def _build(
             "train nor shard; name its 16-bit or 32-bit version"
         )
     head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
+    if type(head) is not nn.Linear:
         raise InvalidInput(
-            f"policy.model_name {name!r}: its head is not a plain matrix, but the learner needs one; name another model"
+            f"policy.model_name {name!r}: its head is a {type(head).__name__}, but the learner needs a linear layer; name "
+            "another model"
         )
-    if not model._supports_attention_backend:
+    if not (model._supports_attention_backend or config.get_text_config().model_type in MIXERS):
         raise InvalidInput(
             f"policy.model_name {name!r}: transformers has no replaceable attention for models of type "
             f"{config.model_type!r}; name a model of another type"
@@ -205,8 +213,12 @@ def _build(
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the sampler has no dropout, and the ratio compares with the sampler
+    keep_sequences_apart(model, _decoder_layers(model))
     # An instance attribute: FSDP's hooks run around it, as around any forward, so the LM head is gathered inside it.
-    model.forward = partial(_score if scoring else _forward, model, policy=policy)
+    if scoring:
+        model.forward = partial(_score, model, policy=policy)
+    else:
+        model.forward = partial(_forward, model, policy=policy, rule=logit_rule(model, f"{FIELD} {name!r}"))
     return model, files
 
 
@@ -277,7 +289,9 @@ class _OneDnnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(inputs, weight_OI)
-        return product(inputs, weight_OI)
+        out = product(inputs, weight_OI)
+        # The same numbers, but not as a view, which the model could not change in place.
+        return inputs.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.size(), out.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -16,15 +16,36 @@ from paceline.host.regular_file import open_regular, read_named
 from paceline.models.weight_files import MAX_HEADER_BYTES
 from paceline.spec import RewardFunctionSection, RunSpec
 
-ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layers that learner and engines support."""
 
-STATEFUL_TYPES = frozenset(
-    {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"}
-    | {"mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "recurrent_gemma"}
-    | {"rwkv", "xlstm", "zamba", "zamba2", "zaya"}
-)
-"""Model types with recurrent, convolutional or linear-attention layers, even if config.json does not list these."""
+MIXERS = {
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "falcon_mamba": "FalconMambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
+    "minimax": "MiniMaxLightningAttention",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "zamba2": "Zamba2MambaMixer",
+}
+"""Class in transformers of the layers that carry a state from token to token, by the model type."""
+
+COUNTING_ATTENTION = {"llama4_text": "Llama4TextAttention"}
+"""Class in transformers of attention that counts a row's tokens itself, for a scale by position; by the model type."""
+
+STATEFUL_TYPES = frozenset({"rwkv", "xlstm", "zamba", "zaya"})
+"""Model types with such layers that are not supported."""
 
 BIASED_TYPES = frozenset({"bloom", "mpt"})
 """Model types whose attention adds a bias by distance (ALiBi)."""
@@ -75,13 +96,11 @@ def _refusal(config: Mapping[str, Any]) -> str:
         return f"they have a tower for another modality ({towers[0]})"
     if config.get("is_encoder_decoder"):
         return "they have an encoder"
-    if text.get("kv_lora_rank"):
-        return "their latent attention (MLA, kv_lora_rank) has value heads of another size than its query heads"
-    if foreign or types & STATEFUL_TYPES:
+    if text.get("index_topk"):
+        return "their sparse attention (DSA, index_topk) chooses the keys of each token"
+    if (foreign and not types & set(MIXERS)) or types & STATEFUL_TYPES:
         named = f" ({', '.join(foreign)})" if foreign else ""
         return f"layers other than full or sliding attention{named} carry state from one packed sequence into the next"
-    if text.get("attn_logit_softcapping"):
-        return f"the attention's scores are soft-capped (attn_logit_softcapping {text['attn_logit_softcapping']})"
     if types & BIASED_TYPES or text.get("alibi"):
         return "the attention adds a bias by distance (ALiBi)"
     return ""

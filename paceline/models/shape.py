@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput
 from paceline.host.regular_file import read_named
+from paceline.models.architectures import MIXERS
 from paceline.spec import ParallelSection
 
 
@@ -45,8 +46,10 @@ class ModelShape:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the sizes in a model's config.json; None if config.json has unusual keys."""
+    """Return the sizes in a model's config.json; None if it has unusual keys, latent attention or layers with states."""
     text = config.get("text_config") or config
+    if text.get("kv_lora_rank") or {config.get("model_type"), text.get("model_type")} & set(MIXERS):
+        return None
     try:
         layers, hidden, heads = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         vocabulary, dense = int(text["vocab_size"]), int(text["intermediate_size"])

@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 
 from paceline.errors import InvalidInput
 from paceline.host.onednn import is_faster, product
-from paceline.models.architectures import check_architecture
+from paceline.models.architectures import COUNTING_ATTENTION, MIXERS, check_architecture
 from paceline.models.loading import fault_of_load
 from paceline.models.pretrained import load_pretrained
 from paceline.rollout.native.kv_cache import SlotCache
@@ -197,6 +197,11 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
 def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
     config = read_config(policy)
     check_architecture(config.to_dict(), f"{FIELD} {policy.model_name!r}")
+    if config.get_text_config().model_type in {**MIXERS, **COUNTING_ATTENTION}:
+        raise InvalidInput(
+            f"{FIELD} {policy.model_name!r}: the native engine does not run models of type {config.model_type!r}; use the "
+            "vllm backend"
+        )
     max_tokens = longest_sequence(policy, config)
     window = _window_of(config, max_tokens)
     dtype = generation_dtype(policy, device)

@@ -15,7 +15,13 @@ from paceline.errors import InvalidInput
 from paceline.models.architectures import check_architecture
 
 
-@pytest.mark.parametrize("architecture", WORKING, ids=lambda architecture: architecture.class_name)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, id=each.class_name, marks=() if each.always else (pytest.mark.slow, pytest.mark.merge))
+        for each in WORKING
+    ],
+)
 def test_it_works(architecture: Architecture, tmp_path: Path) -> None:
     check_all(architecture, tmp_path)
 

@@ -13,8 +13,10 @@ from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -28,6 +30,7 @@ from transformers import (
 from paceline.errors import InvalidInput
 from paceline.learner.batch.samples import SequenceLayout, pack_samples
 from paceline.learner.model.attention import packed_attention
+from paceline.learner.model.logits import LogitRule, logit_rule
 from paceline.learner.model.policy import (
     load_policy,
     load_reference,
@@ -148,8 +151,8 @@ def test_runs_of_equal_length() -> None:
 
 def test_attention_that_it_cannot_compute_is_refused() -> None:
     q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(NotImplementedError, match="softcap"):
-        packed_attention(torch.nn.Identity(), q, q, q, None, layout=SequenceLayout.of([3], CPU), softcap=30.0)
+    with pytest.raises(NotImplementedError, match="position_bias"):
+        packed_attention(torch.nn.Identity(), q, q, q, None, layout=SequenceLayout.of([3], CPU), position_bias=q)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "no-such-owner-xyz/no-such-model"])
@@ -159,9 +162,32 @@ def test_a_model_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -
         load_policy(make_spec(Path("x")).policy.model_copy(update={"model_name": name}), CPU)
 
 
-def test_soft_capped_logits_are_refused(tmp_path: Path) -> None:
-    Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8)).save_pretrained(tmp_path)
-    with pytest.raises(InvalidInput, match="final_logit_softcapping 30"):
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=7.5), LogitRule(1.0, 7.5)),
+        (GraniteConfig(**SMALL, logits_scaling=3.0), LogitRule(1 / 3.0, None)),
+        (Cohere2Config(**SMALL, logit_scale=0.0625), LogitRule(0.0625, None)),
+        (Qwen3Config(**SMALL), LogitRule(1.0, None)),
+    ],
+)
+def test_the_rule_of_logits_is_found(config: Any, expected: LogitRule) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert logit_rule(model, "the model") == expected
+
+
+def test_logits_by_an_unknown_rule_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Qwen3ForCausalLM.forward
+
+    def squared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits.square()
+        return output
+
+    Qwen3ForCausalLM(Qwen3Config(**SMALL)).save_pretrained(tmp_path)
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", squared)
+    with pytest.raises(InvalidInput, match="Qwen3ForCausalLM follow from its LM head by no rule that is known"):
         load_policy(make_spec(tmp_path).policy, CPU)
 
 

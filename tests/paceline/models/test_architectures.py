@@ -15,29 +15,30 @@ NAME = "policy.model_name 'm'"
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "latent attention"),
-        ({"model_type": "qwen3_next"}, "carry state"),
-        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "carry state"),
+        ({"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "index_topk": 2048}, "sparse attention"),
+        ({"model_type": "xlstm"}, "carry state"),
         (
             {"model_type": "new", "layer_types": ["full_attention", "linear_attention"]},
             r"\(linear_attention\)",
         ),
-        ({"model_type": "llama4_text", "layer_types": ["chunked_attention"]}, r"\(chunked_attention\)"),
+        ({"model_type": "new", "layer_types": ["compressed_attention"]}, r"\(compressed_attention\)"),
         (
             {
                 "model_type": "qwen3_5",
                 "text_config": {"layer_types": ["linear_attention"]},
-                "vision_config": {},
+                "vision_config": {"depth": 2},
             },
-            "linear_attention",
+            "vision_config",
         ),
         (
             {"model_type": "gemma3", "vision_config": {"depth": 2}, "text_config": {}},
             r"modality \(vision_config\)",
         ),
-        ({"model_type": "kimi_k25", "text_config": {"kv_lora_rank": 512}}, "latent attention"),
+        (
+            {"model_type": "kimi_k25", "vision_config": {"depth": 2}, "text_config": {"kv_lora_rank": 512}},
+            "vision_config",
+        ),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder"),
-        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "soft-capped"),
         ({"model_type": "bloom"}, "ALiBi"),
         ({"model_type": "falcon", "alibi": True}, "ALiBi"),
     ],
@@ -55,7 +56,10 @@ def test_an_architecture_that_would_train_on_wrong_numbers_is_refused_by_name(
     [
         {"model_type": "qwen3"},
         {"model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention"]},
-        {"model_type": "gemma2", "attn_logit_softcapping": None},
+        {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+        {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"},
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
         {"model_type": "falcon", "alibi": False, "layer_types": "garbage"},
         {},
     ],
