@@ -99,7 +99,7 @@ def check_native(plain: Any, folder: Path) -> None:
     ids_RT = torch.randint(23, (3, PROMPT + MORE), generator=torch.Generator().manual_seed(2))
     expected_RTV = plain(input_ids=ids_RT).logits
     cache = SlotCache(3)
-    cache.begin_prefill(0, 3, PROMPT, None)
+    cache.begin_prefill(slice(3), PROMPT)
     found = [model.prefill(ids_RT[:, :PROMPT], torch.full((3,), PROMPT), cache)]
     for index in range(PROMPT, PROMPT + MORE):
         positions_R = torch.full((3,), index)
