@@ -252,7 +252,7 @@ def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel
 
 def _kinds_of(config: PreTrainedConfig) -> set[str]:
     """Return the kinds of a model's layers; empty if its config does not list them."""
-    return set(getattr(config, "layer_types", None) or ())
+    return set(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def _limits_of(config: PreTrainedConfig, max_tokens: int) -> dict[str, AttentionLimit | None]:
@@ -261,7 +261,8 @@ def _limits_of(config: PreTrainedConfig, max_tokens: int) -> dict[str, Attention
     kinds = _kinds_of(config)
     if kinds - KINDS:
         raise _refusal(config, f"has layers of the kind {', '.join(sorted(kinds - KINDS))}")
-    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    text = config.get_text_config()
+    window, chunk = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
     limits: dict[str, AttentionLimit | None] = {}
     if not kinds or kinds & {FULL, "hybrid"}:
         limits[FULL] = None
@@ -272,7 +273,7 @@ def _limits_of(config: PreTrainedConfig, max_tokens: int) -> dict[str, Attention
             else:
                 limits[FULL] = None
     if window is not None and window < max_tokens and SLIDING not in kinds:
-        if config.model_type in WINDOW_IN_EVERY_LAYER:
+        if text.model_type in WINDOW_IN_EVERY_LAYER:
             return {SLIDING: AttentionLimit(window)}
         if not kinds:
             raise _refusal(
