@@ -5,9 +5,10 @@ tensors on the model's device, and the data of the host are in `RunningSequence`
 sequence and reads back one flag per sequence. Promise: a sequence's tokens are those that it would get alone.
 
 The last token of a sequence has no keys and values yet, because it is the input of the next step. So the cache holds
-`total` - 1 positions, and only those are computed again after a change of weights. Requests with equal tokens, such as
-the completions of one group, share one prefill pass even if they join at different times (`PromptCache`, cleared with
-new weights).
+`total` - 1 positions, and only those are computed again after a change of weights. The states of layers without keys
+are those after the same positions. Padding would change states, so a pass that computes them has prompts of equal
+length. Requests with equal tokens, such as the completions of one group, share one prefill pass even if they join at
+different times (`PromptCache`, cleared with new weights).
 
 Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V
 vocabulary, H key-value heads, D head size.
@@ -15,10 +16,10 @@ vocabulary, H key-value heads, D head size.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from paceline.groups import Completion, IntArray, Version, VersionSpan, append_span
 from paceline.rollout.engine import GenerationRequest
-from paceline.rollout.native.kv_cache import SlotCache
+from paceline.rollout.native.kv_cache import StoreKey
 from paceline.rollout.native.model import NativeModel
 from paceline.rollout.native.sampling import mask_stop_tokens, mix_seed, penalise, sample, uniform
 from paceline.rollout.stop_strings import StopScanner
@@ -88,7 +89,7 @@ class DecodeBatch:
         self.version: Version | None = None
         self.prefix_hits = 0
         """Number of prompt tokens taken from other sequences with the same prompt, not computed."""
-        self._cache = SlotCache(num_slots)
+        self._cache = model.new_cache(num_slots)
         self._prompts = prompts if prompts is not None else PromptCache()
         self._step = self._changes = 0
         self._masks_top = self._masks_stop = self._masks_min_p = self._penalises = False
@@ -114,7 +115,8 @@ class DecodeBatch:
         for prompt, group in by_prompt.items():
             shared_by = len(group) if computed[prompt] is not None else len(group) - 1
             self.prefix_hits += shared_by * len(group[0].given_ids())
-        for shared in _chunks([group for prompt, group in by_prompt.items() if computed[prompt] is None]):
+        uncomputed = [group for prompt, group in by_prompt.items() if computed[prompt] is None]
+        for shared in _passes(uncomputed, lambda group: len(group[0].given_ids()), self.model.has_states):
             self._prefill(shared)
         for prompt, state in computed.items():
             if state is not None:
@@ -155,8 +157,9 @@ class DecodeBatch:
         self._prompts.clear()
         if recompute_after is not None:
             oldest = self._changes - recompute_after
-            for first, end in _runs([sequence.computed_at <= oldest for sequence in self.sequences]):
-                self._recompute(first, end)
+            stale = [index for index, each in enumerate(self.sequences) if each.computed_at <= oldest]
+            for indexes in _passes(stale, self._num_computed, self.model.has_states):
+                self._recompute(indexes)
 
     def _prefill(self, shared: list[list[RunningSequence]]) -> None:
         """Add sequences whose tokens must be computed. The sequences in one list of `shared` have the same tokens."""
@@ -170,7 +173,7 @@ class DecodeBatch:
             device = self.model.device
             source_R = torch.from_numpy(np.repeat(np.arange(len(shared)), sizes)).to(device)
             leaders_U = torch.tensor(leaders, device=device)
-        self._cache.begin_prefill(first, len(sequences), longest, source_R)
+        self._cache.begin_prefill(slice(first, end), longest, source_R)
         logits_UV = self.model.prefill(
             self._tokens_SL[leaders_U, :longest], self._counts[leaders_U, TOTAL], self._cache
         )
@@ -181,8 +184,8 @@ class DecodeBatch:
         self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
 
     def _restore(self, sequences: list[RunningSequence], state: PromptState) -> None:
-        first, end, _ = self._place(sequences)
-        self._cache.write_rows(first, end, state.layers_HTD)
+        first, end, num_tokens = self._place(sequences)
+        self._cache.write_rows(slice(first, end), num_tokens, state.stored)
         self._append(state.logits_V.expand(end - first, -1), first, end)
 
     def _place(self, sequences: list[RunningSequence]) -> tuple[int, int, int]:
@@ -326,38 +329,35 @@ class DecodeBatch:
         self._masks_min_p |= any(p.min_p > 0 for p in params)
         self._penalises |= any(p.repetition_penalty != 1 for p in params)
 
-    def _recompute(self, start: int, stop: int) -> None:
-        """Compute keys and values of sequences [start, stop) again with new weights, but not of their last tokens."""
-        for sequence in self.sequences[start:stop]:
-            sequence.computed_at = self._changes
-        longest = self._longest - 1
-        rows_per_pass = max(1, PREFILL_TOKENS // longest)
-        for first in range(start, stop, rows_per_pass):
-            end = min(first + rows_per_pass, stop)
-            self._cache.begin_prefill(first, end - first, longest, None)
-            self.model.prefill(self._tokens_SL[first:end, :longest], self._counts[first:end, TOTAL] - 1, self._cache)
+    def _num_computed(self, index: int) -> int:
+        """Return the number of a sequence's tokens that are in the cache: all but the last."""
+        return self._step - self.sequences[index].birth - 1
+
+    def _recompute(self, indexes: list[int]) -> None:
+        """Compute keys, values and states of sequences again with new weights, but not of their last tokens."""
+        for index in indexes:
+            self.sequences[index].computed_at = self._changes
+        longest = max(map(self._num_computed, indexes))
+        rows_R = torch.tensor(indexes, device=self.model.device)
+        self._cache.begin_prefill(rows_R, longest)
+        self.model.prefill(self._tokens_SL[rows_R, :longest], self._counts[rows_R, TOTAL] - 1, self._cache)
 
 
-def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each run of true values."""
-    place = 0
-    for is_true, run in itertools.groupby(flags):
-        start, place = place, place + len(list(run))
-        if is_true:
-            yield start, place
+Item = TypeVar("Item")
 
 
-def _chunks(groups: list[list[RunningSequence]]) -> Iterator[list[list[RunningSequence]]]:
-    """Yield `groups` in parts whose prompts, padded to the part's longest, stay within PREFILL_TOKENS."""
-    part: list[list[RunningSequence]] = []
+def _passes(items: Sequence[Item], length: Callable[[Item], int], equal: bool) -> Iterator[list[Item]]:
+    """Yield `items` in parts whose tokens, padded to the part's longest, stay within PREFILL_TOKENS. With `equal` all
+    items of a part have the same length."""
+    part: list[Item] = []
     longest = 0
-    for group in groups:
-        length = len(group[0].given_ids())
-        if part and max(longest, length) * (len(part) + 1) > PREFILL_TOKENS:
+    for item in sorted(items, key=length) if equal else items:
+        padded = max(longest, length(item))
+        if part and (padded * (len(part) + 1) > PREFILL_TOKENS or (equal and padded != longest)):
             yield part
-            part, longest = [], 0
-        part.append(group)
-        longest = max(longest, length)
+            part, padded = [], length(item)
+        part.append(item)
+        longest = padded
     if part:
         yield part
 
@@ -370,20 +370,19 @@ MAX_BYTES = 1 << 28
 class PromptState:
     """Results of a prefill pass for one prompt."""
 
-    layers_HTD: tuple[tuple[int, Tensor, Tensor], ...]
-    """Index, keys and values of each layer."""
+    stored: dict[StoreKey, Tensor]
+    """Keys, values and states of all layers."""
     logits_V: Tensor
     """Logits of the token after the prompt."""
 
     @property
     def num_bytes(self) -> int:
-        tensors = [self.logits_V, *(tensor for _, *pair in self.layers_HTD for tensor in pair)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in (self.logits_V, *self.stored.values()))
 
 
 class PromptCache:
-    """Cache of recent prompts' keys, values and next-token logits under the current weights, keyed by the bytes of
-    their token ids; at most `max_bytes` in total, 0 keeps none."""
+    """Cache of recent prompts' keys, values, states and next-token logits under the current weights, keyed by the bytes
+    of their token ids; at most `max_bytes` in total, 0 keeps none."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes

@@ -350,18 +350,14 @@ def score_next(waiting: deque[Scoring], model: NativeModel, version: Version) ->
     if not taken:
         return []
     ids_RT = np.zeros((len(taken), longest), np.int64)
-    lengths_R = np.array([len(text.token_ids) for text in taken])
     for row, text in zip(ids_RT, taken, strict=True):
         row[: len(text.token_ids)] = text.token_ids
     device = model.device
-    try:
-        scored = model.score(torch.from_numpy(ids_RT).to(device), torch.from_numpy(lengths_R).to(device))
-    except InvalidInput as error:
-        return [(text.answer, error) for text in taken]
+    scored = model.score(torch.from_numpy(ids_RT).to(device))
     rows = zip(*(tensor.cpu().numpy() for tensor in scored), strict=True)
     return [
-        (text.answer, _answer([values_T[:length] for values_T in row], version))
-        for text, length, row in zip(taken, lengths_R.tolist(), rows, strict=True)
+        (text.answer, _answer([values_T[: len(text.token_ids)] for values_T in row], version))
+        for text, row in zip(taken, rows, strict=True)
     ]
 
 

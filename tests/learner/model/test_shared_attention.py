@@ -144,5 +144,5 @@ def check_gradients(architecture: Architecture, tmp_path: Path, **settings: Any)
     torch.testing.assert_close(shared[1], logprobs_N, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(shared[2], entropy_N, atol=1e-5, rtol=1e-5)
     for name, parameter in parameters.items():
-        tolerance = 2e-5 * max(1.0, float(parameter.grad.abs().max()))
-        torch.testing.assert_close(shared[3][name].grad, parameter.grad, atol=tolerance, rtol=1e-4, msg=name)
+        tolerance = 4e-5 * max(1.0, float(parameter.grad.abs().max()))
+        torch.testing.assert_close(shared[3][name].grad, parameter.grad, atol=tolerance, rtol=1e-4)

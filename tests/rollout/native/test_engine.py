@@ -135,7 +135,7 @@ def test_a_window_in_unknown_layers_is_refused(
 ) -> None:
     spec = make_spec(make_model())
     LlamaConfig(sliding_window=16).save_pretrained(tmp_path)
-    with pytest.raises(InvalidInput, match="does not know which layers of a llama have the window of 16 tokens"):
+    with pytest.raises(InvalidInput, match="llama, which does not say which layers have its window of 16 tokens"):
         create_engine(spec)
 
 

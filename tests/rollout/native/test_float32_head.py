@@ -16,7 +16,7 @@ from paceline.rollout.native.model import Float32Head, load_native_model
 
 def prefilled(model: Any, ids_RT: torch.Tensor) -> torch.Tensor:
     cache = SlotCache(len(ids_RT))
-    cache.begin_prefill(0, len(ids_RT), ids_RT.shape[1], None)
+    cache.begin_prefill(slice(len(ids_RT)), ids_RT.shape[1])
     with torch.inference_mode():
         return model.prefill(ids_RT, torch.full((len(ids_RT),), ids_RT.shape[1]), cache)  # type: ignore[no-any-return]
 

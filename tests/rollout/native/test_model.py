@@ -20,7 +20,7 @@ def test_logits_are_those_of_the_plain_model(rows: int) -> None:
     cache = SlotCache(rows)
     with torch.inference_mode():
         expected_RTV = plain(input_ids=ids_RT).logits
-        cache.begin_prefill(0, rows, 5, None)
+        cache.begin_prefill(slice(rows), 5)
         prefilled_RV = model.prefill(ids_RT[:, :5], torch.full((rows,), 5), cache)
         positions_R = torch.full((rows,), 5)
         cache.begin_decode(torch.arange(rows), positions_R, 6)
@@ -38,7 +38,7 @@ def test_a_cache_has_rows_for_the_sequences_that_came_and_keeps_them_as_it_grows
     with torch.inference_mode():
         expected_RV = plain(input_ids=ids_RT).logits[:, -1]
         for first, end in ((0, 3), (3, 10), (10, 20)):
-            cache.begin_prefill(first, end - first, 79, None)
+            cache.begin_prefill(slice(first, end), 79)
             model.prefill(ids_RT[first:end, :79], torch.full((end - first,), 79), cache)
             rows.append(cache.rows)
         cache.begin_decode(torch.arange(20), torch.full((20,), 79), 80)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from paceline.rollout.native.batch import PromptCache, PromptState
+from paceline.rollout.native.kv_cache import StoreKey
 
 
 def state(num_tokens: int) -> PromptState:
     """An entry of 8 bytes for each token and 4 for its logit."""
     keys, values = torch.zeros(1, num_tokens, 1), torch.zeros(1, num_tokens, 1)
-    return PromptState(((0, keys, values),), torch.zeros(1))
+    return PromptState({StoreKey("keys", 0): keys, StoreKey("values", 0): values}, torch.zeros(1))
 
 
 def test_the_size_counts_keys_values_and_logits() -> None:

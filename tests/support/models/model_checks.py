@@ -19,8 +19,6 @@ from paceline.learner.batch.samples import TrainingSample, pack_samples
 from paceline.learner.checkpoints.export import export_pretrained
 from paceline.learner.model.policy import load_policy, packed_logprobs
 from paceline.learner.weights.gather import gather_weights
-from paceline.models.architectures import COUNTING_ATTENTION, MIXERS
-from paceline.rollout.native.kv_cache import SlotCache
 from paceline.rollout.native.model import load_native_model
 
 AUTO: Any = AutoModelForCausalLM
@@ -47,8 +45,7 @@ def check_all(architecture: Architecture, folder: Path) -> None:
     check_recomputation(folder)
     check_adapter(folder)
     check_export(plain, folder)
-    if plain.config.get_text_config().model_type not in {**MIXERS, **COUNTING_ATTENTION}:
-        check_native(plain, folder)
+    check_native(plain, folder)
 
 
 def check_learner(plain: Any, folder: Path) -> None:
@@ -148,8 +145,8 @@ def check_native(plain: Any, folder: Path) -> None:
     model.replace(state)
     ids_RT = torch.randint(23, (3, PROMPT + MORE), generator=torch.Generator().manual_seed(2))
     expected_RTV = plain(input_ids=ids_RT).logits
-    cache = SlotCache(3)
-    cache.begin_prefill(0, 3, PROMPT, None)
+    cache = model.new_cache(3)
+    cache.begin_prefill(slice(3), PROMPT)
     found = [model.prefill(ids_RT[:, :PROMPT], torch.full((3,), PROMPT), cache)]
     for index in range(PROMPT, PROMPT + MORE):
         positions_R = torch.full((3,), index)
