@@ -73,38 +73,71 @@ def _tied_locations(model: nn.Module) -> list[list[Location]]:
 
 
 class _BaseNames:
-    """Presents the model by its files' names: no parameters of the adapter, and adapted layers by their own names."""
+    """Presents the model by its files' names: no parameters of the adapter, and adapted layers by their own names.
+    Parameters whose rows transformers makes of several tensors (q, k and v joined) look undivided, because it would
+    divide each of those tensors; `_Placing` then divides the whole."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model, self._device, self._whole = model, device, _row_mixing(model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {
+        names = {
             BASE.sub("", name): tensor
             for name, tensor in self._model.state_dict().items()
             if tensor.is_meta or (isinstance(tensor, DTensor) and tensor.to_local().is_meta)
         }
+        return {name: _undivided(tensor) if self._is_whole(name) else tensor for name, tensor in names.items()}
+
+    def _is_whole(self, name: str) -> bool:
+        return self._whole is not None and self._whole.search(name) is not None
 
     def get_submodule(self, path: str) -> Any:
         module: nn.Module = self._model.get_submodule(path)
         base = getattr(module, "base_layer", None)
-        return _Placing(base if isinstance(base, nn.Module) else module, self._device)
+        own = base if isinstance(base, nn.Module) else module
+        names = [name for name, _ in own.named_parameters(recurse=False) if self._is_whole(f"{path}.{name}")]
+        return _Placing(own, self._device, frozenset(names))
+
+
+def _row_mixing(model: Any) -> re.Pattern[str] | None:
+    """Return a pattern of the parameters whose rows come from several tensors of the files, or from a part of one; None if
+    there are none."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    patterns = []
+    for mapping in get_model_conversion_mapping(model):
+        kinds = {(type(each).__name__, getattr(each, "dim", None)) for each in getattr(mapping, "operations", ())}
+        if kinds - KEEPING_ROWS:
+            patterns += [re.sub(r"\\\d", ".*", each) for each in mapping.target_patterns]
+    return re.compile("|".join(patterns)) if patterns else None
+
+
+KEEPING_ROWS = frozenset({("MergeModulelist", 0), ("Concatenate", 1), ("Chunk", 1)})
+"""Operations of transformers, and their dimension, that work on a rank's rows alone."""
+
+
+def _undivided(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor
 
 
 class _Placing:
     """A module whose new parameters go to `device`: `DTensor.from_local` would put a sharded parameter on its mesh's
-    device, a GPU, even if it belongs on the host (policy.cpu_offload)."""
+    device, a GPU, even if it belongs on the host (policy.cpu_offload). Parameters named in `whole` come undivided."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        vars(self).update(_module=module, _device=device)
+    def __init__(self, module: nn.Module, device: torch.device, whole: frozenset[str]) -> None:
+        vars(self).update(_module=module, _device=device, _whole=whole)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        value = getattr(self._module, name)
+        return _undivided(value) if name in vars(self)["_whole"] else value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        divided = getattr(self._module, name, None)
+        if name in self._whole and isinstance(divided, DTensor):
+            value = nn.Parameter(_part_of(value.detach(), divided, value.device), requires_grad=value.requires_grad)
         if isinstance(value, nn.Parameter) and value.device.type != self._device.type:
             value = nn.Parameter(value.detach().to(self._device), requires_grad=value.requires_grad)
         setattr(self._module, name, value)
@@ -131,6 +164,13 @@ def _with_part(like: DTensor, part: Tensor) -> Tensor:
     return divided.to(part.device)
 
 
+def _part_of(value: Tensor, like: DTensor, device: torch.device) -> Tensor:
+    """Return the whole `value` sharded as `like`, with this rank's part on `device`."""
+    local = DtensorShardOperation(like).shard_tensor(value, device=device)
+    assert local is not None
+    return _with_part(like, local)
+
+
 def _draw_score(model: Any, device: torch.device) -> None:
     """Initialize a missing head of one score as `from_pretrained` does."""
     reference = model.score.weight
@@ -140,9 +180,7 @@ def _draw_score(model: Any, device: torch.device) -> None:
     model._init_weights(drawn)
     value = drawn.weight.detach()
     if isinstance(reference, DTensor):
-        local = DtensorShardOperation(reference).shard_tensor(value, device=device)
-        assert local is not None
-        value = _with_part(reference, local)
+        value = _part_of(value, reference, device)
     model.score.weight = nn.Parameter(value.to(device))
 
 

@@ -133,8 +133,9 @@ def _forward(
     rule: LogitRule,
 ) -> tuple[Tensor, Tensor]:
     head = model.get_output_embeddings()
+    states_NH = _predicting_states(model, packed, policy)
     return chunked_logprobs(
-        _predicting_states(model, packed, policy),
+        states_NH.to(head.weight.dtype),  # some models add up the results of their layers in float32
         head.weight,
         packed.targets_N,
         temperature=temperature,
@@ -247,7 +248,7 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(policy, device), reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy() if _offloads(policy, device) else OffloadPolicy(),
     }
-    for layer in _decoder_layers(model):
+    for layer in reversed(_decoder_layers(model)):  # a layer in another one comes first
         fully_shard(layer, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if resharded and head is not None and embedding.weight is not head.weight:

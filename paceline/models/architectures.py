@@ -30,21 +30,19 @@ MIXERS = {
     "lfm2_moe": "Lfm2MoeShortConv",
     "mamba": "MambaMixer",
     "mamba2": "Mamba2Mixer",
-    "minimax": "MiniMaxLightningAttention",
     "nemotron_h": "NemotronHMamba2Mixer",
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",
     "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
     "qwen3_5_text": "Qwen3_5GatedDeltaNet",
     "qwen3_next": "Qwen3NextGatedDeltaNet",
     "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
-    "zamba2": "Zamba2MambaMixer",
 }
 """Class in transformers of the layers that carry a state from token to token, by the model type."""
 
 COUNTING_ATTENTION = {"llama4_text": "Llama4TextAttention"}
 """Class in transformers of attention that counts a row's tokens itself, for a scale by position; by the model type."""
 
-STATEFUL_TYPES = frozenset({"rwkv", "xlstm", "zamba", "zaya"})
+STATEFUL_TYPES = frozenset({"minimax", "rwkv", "xlstm", "zamba", "zamba2", "zaya"})
 """Model types with such layers that are not supported."""
 
 BIASED_TYPES = frozenset({"bloom", "mpt"})

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_checks import check_all
+import torch
+from model_checks import check_all, loss_of, samples
 from model_zoo import REFUSED, WORKING, Architecture
+from ranks import run_ranks
+from safetensors.torch import load_file
 
 from paceline.errors import InvalidInput
 from paceline.models.architectures import check_architecture
+
+ROUNDING = 4e-5
+"""Largest difference between gradients in float32, as a part of a parameter's largest gradient."""
 
 
 @pytest.mark.parametrize(
@@ -24,6 +30,25 @@ from paceline.models.architectures import check_architecture
 )
 def test_it_works(architecture: Architecture, tmp_path: Path) -> None:
     check_all(architecture, tmp_path)
+
+
+@pytest.mark.merge
+@pytest.mark.slow
+def test_two_ranks_have_the_gradients_of_one(tmp_path: Path) -> None:
+    for architecture in WORKING:
+        architecture.make().save_pretrained(tmp_path / architecture.class_name)
+    run_ranks("sharded_rank.py", 2, tmp_path)
+    differences = {}
+    for architecture in WORKING:
+        _, expected = loss_of(tmp_path / architecture.class_name, samples())
+        found = load_file(tmp_path / f"{architecture.class_name}.safetensors")
+        assert found.keys() == {name for name, gradient in expected.items() if gradient is not None}
+        differences[architecture.class_name] = max(
+            float((2 * gradient - whole).abs().max() / whole.abs().max().clamp(min=1.0))
+            for name, gradient in found.items()
+            if (whole := expected[name]) is not None
+        )
+    assert {name: most for name, most in differences.items() if most > ROUNDING} == {}
 
 
 @pytest.mark.parametrize(("family", "config"), REFUSED)

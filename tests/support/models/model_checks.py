@@ -44,6 +44,7 @@ def check_all(architecture: Architecture, folder: Path) -> None:
     check_neighbours(folder)
     check_recomputation(folder)
     check_adapter(folder)
+    check_bfloat16(plain, folder)
     check_export(plain, folder)
     check_native(plain, folder)
 
@@ -101,16 +102,31 @@ def check_recomputation(folder: Path) -> None:
 
 def check_adapter(folder: Path) -> None:
     """Check that an untrained adapter changes nothing, that it alone is trained, and that each part of it is reached."""
-    logprobs_N, _ = loss_of(folder, samples())
+    logprobs_N, of_all = loss_of(folder, samples())
     same_N, gradients = loss_of(folder, samples(), lora_cfg={"enabled": True, "dim": 2, "alpha": 4})
     torch.testing.assert_close(same_N, logprobs_N, atol=1e-5, rtol=1e-5)
-    assert any(".lora_B." in name for name in gradients)
-    for name, gradient in gradients.items():
-        if ".lora_B." in name:
-            assert gradient is not None, name
-            assert gradient.any(), name
-        elif ".lora_A." not in name:
-            assert gradient is None, name
+    reached = {name.replace(".lora_B.default", ""): is_any(x) for name, x in gradients.items() if ".lora_B." in name}
+    assert reached
+    assert reached == {name: is_any(of_all[name]) for name in reached}
+    assert all(x is None for name, x in gradients.items() if ".lora_" not in name)
+
+
+def is_any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())
+
+
+@torch.no_grad()
+def check_bfloat16(plain: Any, folder: Path) -> None:
+    """Compare the rounding in bfloat16 with that of transformers."""
+    exact_N, _ = unpacked(plain)
+    theirs_N, _ = unpacked(AUTO.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager"))
+    with torch.enable_grad():
+        ours_N, _ = loss_of(folder, samples(), precision="bfloat16")
+    assert rms(ours_N - exact_N) <= 2 * rms(theirs_N - exact_N)
+
+
+def rms(x: Tensor) -> float:
+    return float(x.float().square().mean().sqrt())
 
 
 def unpacked(model: Any) -> tuple[Tensor, Tensor]:

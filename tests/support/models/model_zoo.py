@@ -222,12 +222,6 @@ WORKING = (
         "linear and latent attention, experts",
     ),
     Architecture(
-        "MiniMax-Text-01, M1",
-        "MiniMax",
-        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4, **MIXED},
-        "lightning attention, experts",
-    ),
-    Architecture(
         "Nemotron-H, Nemotron 3",
         "NemotronH",
         {
@@ -282,22 +276,6 @@ WORKING = (
         "Mamba, experts",
     ),
     Architecture(
-        "Zamba2",
-        "Zamba2",
-        {
-            "layers_block_type": ["mamba", "hybrid"],
-            "hybrid_layer_ids": [1],
-            "num_mem_blocks": 1,
-            "mamba_ngroups": 1,
-            "mamba_d_state": 8,
-            "mamba_headdim": 8,
-            "n_mamba_heads": 8,
-            "chunk_size": 8,
-            "use_mem_rope": True,
-        },
-        "Mamba 2",
-    ),
-    Architecture(
         "LFM2",
         "Lfm2",
         {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
@@ -336,7 +314,7 @@ WORKING = (
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("DeepSeek-V3.2", {"model_type": "deepseek_v32", "kv_lora_rank": 512, "index_topk": 2048}),
     ("GLM-5", {"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "index_topk": 2048}),
-    ("xLSTM, RWKV, Zamba", {"model_type": "xlstm"}),
+    ("MiniMax-Text-01, MiniMax M1, xLSTM, RWKV, Zamba, Zamba2", {"model_type": "minimax"}),
     ("Gemma 3 with images", {"model_type": "gemma3", "vision_config": {"model_type": "siglip"}}),
     ("Qwen2.5-VL, Qwen3-VL, Qwen3.5 with images", {"model_type": "qwen3_vl", "vision_config": {"depth": 2}}),
     ("BLOOM, MPT, Falcon with ALiBi", {"model_type": "bloom"}),
