@@ -1,5 +1,4 @@
-"""Every architecture of docs/use/models.md, as a tiny random model: learner, export and native engine, against
-transformers."""
+"""Every architecture of docs/use/models.md, as a tiny random model: learner and export, against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of the numbers of learner, export and native engine with those of plain transformers, for tiny models.
+"""Comparison of the numbers of learner and export with those of plain transformers, for tiny models.
 
 Each check raises AssertionError, or the error of the part that refuses the model.
 """
@@ -19,14 +19,11 @@ from paceline.learner.batch.samples import TrainingSample, pack_samples
 from paceline.learner.checkpoints.export import export_pretrained
 from paceline.learner.model.policy import load_policy, packed_logprobs
 from paceline.learner.weights.gather import gather_weights
-from paceline.rollout.native.model import load_native_model
 
 AUTO: Any = AutoModelForCausalLM
 TEMPERATURE = 0.7
 LENGTHS = ((3, 9), (4, 8), (5, 1), (2, 4))
 """Tokens of prompt and completion; two rows of equal length, and some longer than the window of those that have one."""
-PROMPT, MORE = 8, 4
-"""Tokens of the engine's prompts, longer than the window, and tokens that it decodes after."""
 
 
 def samples() -> list[TrainingSample]:
@@ -46,7 +43,6 @@ def check_all(architecture: Architecture, folder: Path) -> None:
     check_adapter(folder)
     check_bfloat16(plain, folder)
     check_export(plain, folder)
-    check_native(plain, folder)
 
 
 def check_learner(plain: Any, folder: Path) -> None:
@@ -149,23 +145,3 @@ def check_export(plain: Any, folder: Path) -> None:
     loaded = AUTO.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
     ids = torch.arange(12)[None]
     assert torch.equal(loaded(ids).logits, plain(ids).logits)
-
-
-@torch.inference_mode()
-def check_native(plain: Any, folder: Path) -> None:
-    """Compare the native engine's logits after prompts and decoded tokens with those of whole sequences."""
-    spec = make_spec(folder, max_total_sequence_length=PROMPT + MORE, generation={"max_new_tokens": MORE})
-    model = load_native_model(spec.policy, "cpu", load_weights=False)
-    state = plain.state_dict()
-    model.check(state)
-    model.replace(state)
-    ids_RT = torch.randint(23, (3, PROMPT + MORE), generator=torch.Generator().manual_seed(2))
-    expected_RTV = plain(input_ids=ids_RT).logits
-    cache = model.new_cache(3)
-    cache.begin_prefill(slice(3), PROMPT)
-    found = [model.prefill(ids_RT[:, :PROMPT], torch.full((3,), PROMPT), cache)]
-    for index in range(PROMPT, PROMPT + MORE):
-        positions_R = torch.full((3,), index)
-        cache.begin_decode(torch.arange(3), positions_R, index + 1)
-        found.append(model.decode(ids_RT[:, index], positions_R, cache))
-    torch.testing.assert_close(torch.stack(found, 1), expected_RTV[:, PROMPT - 1 :], atol=1e-5, rtol=1e-5)
