@@ -127,7 +127,7 @@ class _Placing:
     """A module whose new parameters go to `device`: `DTensor.from_local` would put a sharded parameter on its mesh's
     device, a GPU, even if it belongs on the host (policy.cpu_offload). Parameters named in `whole` come undivided."""
 
-    def __init__(self, module: nn.Module, device: torch.device, whole: frozenset[str]) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, whole: frozenset[str] = frozenset()) -> None:
         vars(self).update(_module=module, _device=device, _whole=whole)
 
     def __getattr__(self, name: str) -> Any:

@@ -40,7 +40,7 @@ ONEDNN_ROWS = 32
 """oneDNN is faster for a product with at least this many rows."""
 SCORED_LOGITS = 1 << 26
 """Number of float32 logits that scoring holds at a time."""
-WINDOW_IN_EVERY_LAYER = frozenset({"minimax", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
+WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
 """Model types that give every layer with attention the window of their config, if it names one."""
 UNLIMITED = (0.0, math.inf)
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -96,7 +96,7 @@ class NativeModel:
 
     def new_cache(self, num_slots: int) -> SlotCache:
         """Return an empty cache for this model."""
-        return (_minimax_cache if self.module.config.model_type == "minimax" else SlotCache)(num_slots)
+        return SlotCache(num_slots)
 
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, cache: SlotCache) -> Tensor:
         """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` must
@@ -297,19 +297,6 @@ def _refuse_unknown_states(config: PreTrainedConfig) -> None:
 
 def _refusal(config: PreTrainedConfig, reason: str, remedy: str = "the vllm backend") -> InvalidInput:
     return InvalidInput(f"the native engine cannot run a {config.model_type}, which {reason}; use {remedy}")
-
-
-def _minimax_cache(num_slots: int) -> SlotCache:
-    """Return a cache that MiniMax accepts, which checks its class."""
-    from transformers.models.minimax.modeling_minimax import MiniMaxCache
-
-    class MiniMaxSlots(SlotCache, MiniMaxCache):
-        get_linear_cache = SlotCache.get_recurrent_state
-
-        def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-            self.update_recurrent_state(linear_cache, layer_idx)
-
-    return MiniMaxSlots(num_slots)
 
 
 def _inverse_softplus(value: float) -> float:

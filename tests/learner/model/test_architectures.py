@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from model_checks import check_all, loss_of, samples
 from model_zoo import REFUSED, WORKING, Architecture
 from ranks import run_ranks
