@@ -83,6 +83,11 @@ class SequenceLayout:
         return [*self.runs, *(run for p, w in behind for run in ((1, p + w), (-1, p), (-1, w)))]
 
     @functools.cached_property
+    def padded(self) -> PaddedBatch:
+        """The spans as batches of similar lengths. A row with shared prompts is unshared first."""
+        return _padded([length for count, length in self.runs for _ in range(count)], self.starts.device)
+
+    @functools.cached_property
     def unshared(self) -> Unshared:
         """The row with each prompt before each of its completions."""
         lengths = [length for count, length in self.runs for _ in range(count)]
@@ -102,6 +107,48 @@ class SequenceLayout:
         device = self.starts.device
         all_tokens, all_own = (torch.from_numpy(np.concatenate(each)).to(device) for each in (tokens, own))
         return Unshared(all_tokens, SequenceLayout.of(spans, device), all_own)
+
+
+class PaddedBatch(NamedTuple):
+    """Sequences of a row as batches of similar lengths, padded on the right."""
+
+    tokens: tuple[Tensor, ...]
+    """[n, L] indices in the row of each batch; padding repeats a sequence's last token."""
+    own: Tensor
+    """[T] index of each token of the row among the tokens of all batches."""
+
+
+MOST_PADDED = 1.15
+"""Largest number of tokens of a padded batch, padding included, for each of its real tokens."""
+
+
+def _padded(lengths: Sequence[int], device: torch.device) -> PaddedBatch:
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    begins = [0, *itertools.accumulate(lengths)]
+    batches: list[list[int]] = []
+    num_real = 0
+    for index in order:
+        longest = lengths[batches[-1][0]] if batches else 0
+        if batches and (len(batches[-1]) + 1) * longest <= MOST_PADDED * (num_real + lengths[index]):
+            batches[-1].append(index)
+            num_real += lengths[index]
+        else:
+            batches.append([index])
+            num_real = lengths[index]
+    tokens, own, at = [], np.empty(begins[-1], np.int64), 0
+    for batch in batches:
+        longest = lengths[batch[0]]
+        own_lengths = np.array([lengths[index] for index in batch])
+        columns = np.minimum(np.arange(longest)[None], own_lengths[:, None] - 1)
+        tokens.append(np.array([begins[index] for index in batch])[:, None] + columns)
+        for row, index in enumerate(batch):
+            first = at + row * longest
+            own[begins[index] : begins[index] + lengths[index]] = np.arange(first, first + lengths[index])
+        at += len(batch) * longest
+    return PaddedBatch(
+        tuple(torch.from_numpy(each).to(device, non_blocking=True) for each in tokens),
+        torch.from_numpy(own).to(device, non_blocking=True),
+    )
 
 
 class PreferenceLabel(NamedTuple):

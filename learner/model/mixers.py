@@ -1,8 +1,8 @@
 """Layers that carry a state from token to token (linear attention, state spaces, short convolutions) over a packed row.
 
 Promise: no state crosses the border of a sequence. Everything else of the model runs over the whole row; these mixers
-alone get its sequences apart: each run of neighbouring sequences of equal length is one batch [n, L, ...] of a call without
-cache or mask, so nothing is padded. If sequences share a prompt, a mixer runs over each sequence's own copy of it.
+alone get its sequences apart, as batches [n, L, ...] of similar lengths. Padding is at a sequence's end, where no state
+that is read comes from. If sequences share a prompt, a mixer runs over each sequence's own copy of it.
 
 A decoder layer gets the row's layout as an argument, so a layer that is recomputed for its gradient has its own row's.
 """
@@ -10,6 +10,7 @@ A decoder layer gets the row's layout as an argument, so a layer that is recompu
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -76,21 +77,28 @@ def _apart(mixer: Any, forward: Callable[..., Any], is_attention: bool, *args: A
         tokens, own = layout.unshared.tokens, layout.unshared.own
         args, kwargs = _map((args, kwargs), num_tokens, lambda x: x.index_select(1, tokens))
         layout, num_tokens = layout.unshared.layout, len(tokens)
-    runs = [(1, length) for count, length in layout.runs for _ in range(count)] if is_attention else layout.runs
-    results, begin = [], 0
-    for count, length in runs:
-        part = partial(_batch, begin=begin, count=count, length=length)
-        some_args, some_kwargs = _map((args, kwargs), num_tokens, part)
+    if is_attention:
+        lengths = [length for count, length in layout.runs for _ in range(count)]
+        begins = itertools.accumulate(lengths, initial=0)
+        batches = [
+            torch.arange(at, at + n, device=layout.starts.device)[None] for at, n in zip(begins, lengths, strict=False)
+        ]
+    else:
+        batches = list(layout.padded.tokens)
+    results = []
+    for tokens_nL in batches:
+        some_args, some_kwargs = _map((args, kwargs), num_tokens, partial(_batch, tokens_nL))
         if is_attention:
-            some_kwargs["layout"] = SequenceLayout.of([length], layout.starts.device)
+            some_kwargs["layout"] = SequenceLayout.of([tokens_nL.shape[1]], tokens_nL.device)
         results.append(forward(*some_args, **some_kwargs))
-        begin += count * length
-    whole = _join(results)
-    return whole if own is None else _map(whole, num_tokens, lambda x: x.index_select(1, own))
+    whole, num_computed = _join(results), sum(each.numel() for each in batches)
+    if not is_attention:
+        own = layout.padded.own if own is None else layout.padded.own.index_select(0, own)
+    return whole if own is None else _map(whole, num_computed, lambda x: x.index_select(1, own))
 
 
-def _batch(x: Tensor, begin: int, count: int, length: int) -> Tensor:
-    return x[0, begin : begin + count * length].reshape(count, length, *x.shape[2:])
+def _batch(tokens_nL: Tensor, x: Tensor) -> Tensor:
+    return x[0].index_select(0, tokens_nL.flatten()).reshape(*tokens_nL.shape, *x.shape[2:])
 
 
 def _map(value: Any, num_tokens: int, function: Callable[[Tensor], Tensor]) -> Any:

@@ -14,7 +14,13 @@ from tiny_policy import make_spec
 
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Group, VersionSpan
-from paceline.learner.batch.samples import TrainingSample, pack_samples, sequences_from_groups
+from paceline.learner.batch.samples import (
+    MOST_PADDED,
+    SequenceLayout,
+    TrainingSample,
+    pack_samples,
+    sequences_from_groups,
+)
 
 
 def ids(*values: int) -> np.ndarray:
@@ -122,3 +128,19 @@ def test_a_truncated_episode_can_be_left_out() -> None:
     spec = make_spec(Path("anywhere"), sections={"environment": {"class": "a.py:A", "truncated": "leave_out"}})
     samples = sequences_from_groups([replace(cut_off, completions=rows)], spec)
     assert [s.num_trained_tokens for s in samples] == [0, 0, 2]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 64, 256, 1024])
+def test_sequences_of_similar_lengths_are_padded_together(num_sequences: int) -> None:
+    """Lognormal lengths, as of completions: few batches, little padding, and each token once."""
+    lengths = np.random.default_rng(0).lognormal(4.0, 1.0, num_sequences).astype(int) + 1
+    layout = SequenceLayout.of(lengths.tolist(), torch.device("cpu"))
+    padded = layout.padded
+    computed = torch.cat([tokens_nL.flatten() for tokens_nL in padded.tokens])
+    assert torch.equal(computed[padded.own], torch.arange(lengths.sum()))
+    assert len(computed) <= MOST_PADDED * lengths.sum()
+    assert len(padded.tokens) <= max(20, num_sequences // 16)
+    starts = torch.cat([tokens_nL[:, 0] for tokens_nL in padded.tokens])
+    assert sorted(starts.tolist()) == layout.starts[:-1].tolist()
+    for tokens_nL in padded.tokens:  # a sequence's tokens in order, then its last one again
+        assert torch.all(tokens_nL.diff(dim=1) >= 0)
