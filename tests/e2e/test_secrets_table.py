@@ -223,9 +223,11 @@ def test_nothing_that_a_run_says_or_writes_has_a_secret_outside_of_the_table(
             assert state_name(ended) == "succeeded", ended.message
 
         def fail_at_the_judge(run_id: str) -> None:
-            """Cut requests off until those of the first group were reported as failed: it has at most four."""
+            """Cut requests off until those of the first group were reported as failed: it has at most four. Refuse all
+            later ones, because the reward worker would wait for their answers when the next run needs it."""
             for _ in range(5):
                 judge_port.accept()[0].close()
+            judge_port.close()
 
         def warn(run_id: str) -> None:
             for event in client.watch(run_id):
