@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from dead_services import last_words
+from forked_services import ForkedCluster
 from tiny_chat import save_tiny_chat
 from tls_folders import make_folders
 
@@ -67,7 +68,7 @@ def guarded(tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.Monkey
     monkeypatch.setenv("PACELINE_TOKEN_FILE", "")
     monkeypatch.delenv("PACELINE_TOKEN_FILE")
     monkeypatch.setenv(VARIABLE, str(folders["coordinator"]))
-    started = LocalCluster(tmp_path / "runs", ClusterSection())
+    started = ForkedCluster(tmp_path / "runs", ClusterSection())
     try:
         started.start_coordinator()
         yield started
@@ -146,7 +147,7 @@ def kept_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         if kept and kept[-1].failure is not None:
             kept.pop().stop()
         if not kept:
-            kept.append(LocalCluster(tmp_path_factory.mktemp("runs"), sizes, max_deaths=5).__enter__())
+            kept.append(ForkedCluster(tmp_path_factory.mktemp("runs"), sizes, max_deaths=5).__enter__())
         return kept[-1]
 
     yield get

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_services import ForkedCluster
 from openai import BadRequestError, OpenAI
 
 from paceline.client import Client
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 
 
@@ -27,7 +27,7 @@ def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_
     policy = {"max_total_sequence_length": 256, "generation": {"max_new_tokens": 6, "max_batch_size": 32}}
     spec = make_spec(grpo={"max_num_steps": 1_000_000}, policy={**make_spec().policy.model_dump(), **policy})
     with (
-        LocalCluster(tmp_path, ClusterSection(rollout_workers=1)) as cluster,
+        ForkedCluster(tmp_path, ClusterSection(rollout_workers=1)) as cluster,
         Client(cluster.address) as paceline,
     ):
         run = paceline.submit(spec)

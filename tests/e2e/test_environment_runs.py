@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from chat_templates import HERMES
 from click.testing import CliRunner
+from forked_services import ForkedCluster
 from tiny_chat import save_tiny_chat
 from transformers import AutoTokenizer
 
@@ -119,7 +120,7 @@ MakeSpec = Callable[..., RunSpec]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Two rollout workers, two environment workers, a reward worker and a learner."""
     sizes = ClusterSection(rollout_workers=2, reward_workers=1, environment_workers=2, learner_ranks=1)
-    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes, max_deaths=5) as cluster:
+    with ForkedCluster(tmp_path_factory.mktemp("runs"), sizes, max_deaths=5) as cluster:
         yield cluster
 
 

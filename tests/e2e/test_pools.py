@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked_services import ForkedCluster
 from pool_workers import another_worker, pools_of
 from watched_runs import finish
 
@@ -23,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
     fabric = ("--fabric", "127.0.0.0/8")
     options = {"learner": fabric, "rollout": fabric}
-    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes, options=options) as running:
+    with ForkedCluster(tmp_path_factory.mktemp("runs"), sizes, options=options) as running:
         yield running
 
 

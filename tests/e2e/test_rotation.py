@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_services import ForkedCluster
 
 from paceline.client import Client
 from paceline.services.coordinator.audit.verify import verify
@@ -40,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def cluster(folder: Path, tmp_path: Path) -> Iterator[LocalCluster]:
     sizes = ClusterSection(rollout_workers=2, device="cpu")
-    with LocalCluster(tmp_path / "runs", sizes, max_deaths=1) as running:
+    with ForkedCluster(tmp_path / "runs", sizes, max_deaths=1) as running:
         yield running
 
 

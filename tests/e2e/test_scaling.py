@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked_services import ForkedCluster
 from free_ports import free_port
 from keda_client import Keda
 
@@ -46,7 +47,7 @@ def cluster(tmp_path: Path, metrics_port: int, idle_s: float) -> Iterator[LocalC
         ],
         "reward": ["--processes", "1"],
     }
-    with LocalCluster(tmp_path / "runs", sizes, options=options, max_deaths=5) as running:
+    with ForkedCluster(tmp_path / "runs", sizes, options=options, max_deaths=5) as running:
         yield running
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import paceline
+from forked_services import ForkedCluster
 from report_content import content_of
 
 from paceline.client import Client, state_name
 from paceline.services.cli.recorded.source import runs_of
 from paceline.services.demo.run import make_files
-from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import spec_to_yaml
 
@@ -92,7 +92,7 @@ def test_trials_are_runs_of_a_coordinator_that_is_there(make_spec: Callable[...,
     search = {"policy.optimizer.lr": {"low": 1e-4, "high": 1e-2, "log": True}}
     sweep = {"trials": 2, "search": search, "of": "step", "metric": "reward", "name": "there"}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    with LocalCluster(tmp_path / "runs", ClusterSection()) as cluster, Client(cluster.address) as client:
+    with ForkedCluster(tmp_path / "runs", ClusterSection()) as cluster, Client(cluster.address) as client:
         result = paceline(
             *("sweep", tmp_path / "spec.yaml", tmp_path / "sweep.yaml", "--coordinator", cluster.address),
             *("--directory", tmp_path / "mine", "--json"),

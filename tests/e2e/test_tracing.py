@@ -10,11 +10,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from forked_services import ForkedCluster
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from paceline.client import Client
-from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.tracing import ENDPOINT_VARIABLE, group_traceparent, step_traceparent
 
@@ -76,7 +76,7 @@ def test_a_group_and_a_step_each_have_one_trace_over_all_services_and_a_version_
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "200")
     try:
         sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
-        with LocalCluster(tmp_path, sizes) as cluster, Client(cluster.address) as client:
+        with ForkedCluster(tmp_path, sizes) as cluster, Client(cluster.address) as client:
             run = client.wait(client.submit(make_spec(grpo={"max_num_steps": 3})).run_id, timeout_s=120)
             assert run.step == 3, run.message
     finally:

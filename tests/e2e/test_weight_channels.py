@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_services import ForkedCluster
 from watched_runs import finish
 
 from paceline.calls.token import VARIABLE as TOKEN_VARIABLE
@@ -27,7 +28,7 @@ MakeSpec = Callable[..., RunSpec]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """As that of the other files, and of this one alone, since a joiner stays."""
     sizes = ClusterSection(rollout_workers=2, reward_workers=1, learner_ranks=2)
-    with LocalCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
+    with ForkedCluster(tmp_path_factory.mktemp("runs"), sizes) as running:
         yield running
 
 
@@ -112,7 +113,7 @@ def test_a_run_without_agents_ends_well_by_the_store(
     monkeypatch.setenv(FOLDER_VARIABLE, "/proc/nowhere")
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)  # that of the other cluster
     sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=2)
-    with LocalCluster(tmp_path / "runs", sizes) as cluster, Client(cluster.address) as client:
+    with ForkedCluster(tmp_path / "runs", sizes) as cluster, Client(cluster.address) as client:
         run_id = client.submit(make_spec(name="store")).run_id
         summary = finish(client, cluster, run_id)
         assert summary["steps"] == 12

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_services import ForkedCluster
 from python_path import python_path
 
 from paceline.client import Client
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
 from paceline.services.demo.task import make_model
-from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
 from paceline.wire import CompletionArrays
@@ -126,7 +126,7 @@ def test_it_is_named_in_a_run_of_episodes(chat_model: Path, tmp_path: Path) -> N
 def find_stale(spec: RunSpec, tmp_path: Path, **sizes: Any) -> None:
     """Train until a worker is named, which must be the stale one, within 600 groups that can show the fault."""
     with (
-        LocalCluster(tmp_path / "runs", ClusterSection(rollout_workers=1, **sizes)) as cluster,
+        ForkedCluster(tmp_path / "runs", ClusterSection(rollout_workers=1, **sizes)) as cluster,
         Client(cluster.address) as client,
         stale_worker(cluster.address, tmp_path / "stale.log"),
     ):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_services import ForkedCluster
 
 from paceline.client import ENDED_STATES, Client, state_name
 from paceline.services.coordinator.audit.verify import verify
@@ -63,7 +64,7 @@ def test_a_group_that_kills_its_worker_is_dropped_and_the_run_ends_well(
         "coordinator": ["--heartbeat-timeout", "6"]
     }  # a crash counts when the worker is not back within half of that
     with (
-        LocalCluster(tmp_path / "runs", sizes, options=options) as cluster,
+        ForkedCluster(tmp_path / "runs", sizes, options=options) as cluster,
         Client(cluster.address) as client,
     ):
         run = client.submit(spec)
