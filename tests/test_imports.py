@@ -66,7 +66,12 @@ def folder_of(module: str) -> str | None:
     return "protos" if second == "v1" else second if second in PACKAGES else "paceline"
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+STATEMENTS = ast.stmt | ast.ExceptHandler | ast.match_case
+"""Nodes that may have an import; an expression has none."""
+
+
+@functools.cache
+def imports(path: Path) -> tuple[tuple[str, bool], ...]:
     """Each imported module, and whether that happens when `path` itself is imported."""
 
     def visit(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
@@ -78,11 +83,12 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
             case ast.ImportFrom():
                 assert node.level == 0, f"{path}: a relative import"
                 yield node.module or "", top
-        inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, inner)
+            if isinstance(child, STATEMENTS):
+                yield from visit(child, inner)
 
-    return visit(parsed(path), True)
+    return tuple(visit(parsed(path), True))
 
 
 @functools.cache
