@@ -32,7 +32,7 @@ FLOOR_PACKAGES := 'torch==2.11.0' 'transformers==5.17.*'
 FLOOR_TESTS := tests/learner tests/rollout tests/weights tests/services/learner
 # vLLM leaves ZeroMQ contexts open, which the interpreter finds at its end.
 VLLM_WARNINGS := -W ignore::pytest.PytestUnraisableExceptionWarning
-# Files of tests are shared out among processes, one for each core (tests/conftest.py); TESTS="-n 0 ..." for a single one.
+# Files of tests are shared out among processes, two for each core (tests/conftest.py); TESTS="-n 0 ..." for a single one.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # What `make test` runs. Before a merge also those of the long tests that hold the promises: MARKS="not slow or merge".
 MARKS ?= not slow
@@ -73,7 +73,7 @@ endif
 pipeline: $(STAMP) ## SFT, reward model, GRPO, gate, registry, serving, feedback, DPO with a tiny model; PIPELINE="--directory FOLDER"
 	$(BIN)/python examples/pipeline/pipeline.py $(PIPELINE)
 
-test: $(STAMP) ## Run the tests but for the long ones (TESTS="tests/reward -k math" for some of them)
+test: $(STAMP) ## Run the tests of each change, at most ten minutes on two cores (TESTS="tests/reward -k math" for some, MARKS="not slow or merge" for those of a merge)
 	@$(call timed,$(BIN)/python $(PYTEST) -m "$(MARKS)" $(TESTS))
 
 test-slow: $(STAMP) ## Run the long tests: short forms of the campaigns, every order of an end, every backup (TESTS=tests/e2e)

@@ -166,6 +166,8 @@ def test_the_arithmetic_example_can_be_copied_and_prepared(tmp_path: Path) -> No
     assert not prompts & {held_out.draw(i)[0] for i in range(len(held_out))}
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_the_code_example_can_be_copied_and_prepared(tmp_path: Path) -> None:
     folder = tmp_path / "copied"
     shutil.copytree(EXAMPLES / "code", folder, ignore=shutil.ignore_patterns("data", "model", "runs"))

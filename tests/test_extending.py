@@ -49,6 +49,15 @@ def test_the_page_has_six_kinds_of_extension() -> None:
 
 
 @pytest.mark.parametrize("title", sections())
+def test_a_diff_fits_the_tree(title: str) -> None:
+    check = ["git", "apply", "--check", "-"]
+    done = subprocess.run(check, cwd=ROOT, input=sections()[title][0], text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.merge
+@pytest.mark.slow
+@pytest.mark.parametrize("title", sections())
 def test_a_diff_applies_and_its_script_runs(title: str, tmp_path: Path) -> None:
     diff, script = sections()[title]
     tree, folder = tmp_path / "tree", tmp_path / "work"

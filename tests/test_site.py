@@ -94,6 +94,8 @@ def test_the_search_finds_a_key(site: Path) -> None:
     assert "loss_fn.off_policy_mask_threshold" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_what_leads_nowhere_and_a_page_in_no_menu_are_warnings_and_end_the_build(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

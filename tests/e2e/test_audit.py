@@ -184,6 +184,8 @@ async def test_handshakes_that_come_to_nothing_are_in_the_log_and_disturb_nobody
     assert "all records agree" in paceline("audit", "verify", "--directory", str(guarded.directory))
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_checkpoints_manifest_names_the_newest_record(
     cluster: LocalCluster, client: Client, make_spec: Callable[..., RunSpec]
 ) -> None:

@@ -20,7 +20,7 @@ from paceline.spec import RunSpec
         pytest.param({"preset": "rloo", "reference_policy_pool": "reward"}, marks=pytest.mark.slow),
         pytest.param({"preset": "reinforce_pp"}, marks=pytest.mark.slow),
         pytest.param({"preset": "m2po"}, marks=pytest.mark.slow),
-        {"preset": "ppo"},
+        pytest.param({"preset": "ppo"}, marks=[pytest.mark.merge, pytest.mark.slow]),
     ],
     ids=lambda loss_fn: "-".join(loss_fn.values()),
 )

@@ -59,6 +59,8 @@ def read_weights(agent: str, folder: TlsFolder | None) -> None:
             assert frames.receive_head(channel)[0] is frames.Kind.REFUSED
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 async def test_what_a_worker_refuses_is_in_its_log_and_its_hosts_agent_refuses_strangers(
     guarded: LocalCluster, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

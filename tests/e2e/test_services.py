@@ -133,7 +133,7 @@ REWARDS = {
 
 
 @pytest.mark.parametrize(("fault", "words"), [
-    ("raises", "no such thing"), ("hangs", "0.5 s"), ("wrong_length", "1"), ("nan", "nan"),
+    ("raises", "no such thing"), pytest.param("hangs", "0.5 s", marks=[pytest.mark.merge, pytest.mark.slow]), ("wrong_length", "1"), ("nan", "nan"),
 ])  # fmt: skip
 def test_a_bad_reward_pauses_its_run_with_the_reason_and_nothing_else(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, tmp_path: Path, fault: str, words: str

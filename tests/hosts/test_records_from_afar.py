@@ -98,6 +98,8 @@ def test_samples_and_metrics(records: tuple[Host, Host]) -> None:
     assert [row["reward"] for row in rows] == [0.0, 0.25, 0.5]
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_report_and_export(records: tuple[Host, Host]) -> None:
     ask(records, "report", RUN_ID, "-o", "/tmp/report.html", "--verify")
     page = records[1].run("cat", "/tmp/report.html").stdout
@@ -110,6 +112,8 @@ def test_report_and_export(records: tuple[Host, Host]) -> None:
     assert "reward" in records[1].run("cat", "/tmp/reward.html").stdout
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_verify_runs_at_the_coordinator(records: tuple[Host, Host]) -> None:
     assert ask(records, "ledger", "verify", RUN_ID).startswith(f"{RUN_ID}: all records agree")
 

@@ -32,6 +32,8 @@ def of_problems(random: np.random.Generator, chances: Any, worse_by: float = 0.0
     return random.random(len(chances)) < chances - worse_by
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_an_equal_model_fails_in_at_most_five_of_a_hundred_seeds() -> None:
     outcomes = []
     for seed in range(100):
@@ -41,6 +43,8 @@ def test_an_equal_model_fails_in_at_most_five_of_a_hundred_seeds() -> None:
     assert outcomes.count("failed") <= 5
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_an_equal_model_passes_with_enough_problems() -> None:
     random = np.random.default_rng(0)
     chances = random.random(20_000)

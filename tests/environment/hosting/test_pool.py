@@ -315,7 +315,7 @@ async def test_nonsense_is_named(file: Path) -> None:
         ("exit", "misbehave raised SystemExit"),
         ("memory", "ran out of memory, memory_mb is 1024"),
         ("hang", "misbehave timed out after 3 s"),
-        ("hold", "misbehave timed out after 3 s"),
+        pytest.param("hold", "misbehave timed out after 3 s", marks=[pytest.mark.merge, pytest.mark.slow]),
     ],
 )
 async def test_a_fault_of_one_episode_leaves_the_pool_usable(counter: UserCode, how: str, fault: str) -> None:

@@ -85,6 +85,8 @@ async def test_tests_that_cannot_be_read_are_no_reward() -> None:
     assert "column 'tests': test 0 is not Python" in result.failure.message
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 async def test_canonical_solutions_pass_and_broken_ones_fail() -> None:
     """Made tasks in HumanEval's form: 100 % and 0 %."""
     tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]

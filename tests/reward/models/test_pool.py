@@ -95,6 +95,8 @@ async def kill_while_scoring(runner: RewardRunner, process: SharedProcess) -> No
     assert again.failure is None
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 async def test_a_model_that_hangs_is_killed_at_the_time_limit(tmp_path: Path) -> None:
     function = section(save_classifier(tmp_path)).model_copy(update={"timeout_s": 1.0})
     async with RewardRunner([function]) as runner:

@@ -83,6 +83,8 @@ def test_a_program_beside_the_attacks_goes_on(isolating: Sandbox, tmp_path: Path
     assert set(answers) == {b"144\n"}
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_every_attack_is_contained_in_a_restricted_pod() -> None:
     """User 1000 without capabilities under the runtimes' default filter: `auto` finds `landlock`, and it holds."""
     command = [sys.executable, str(Path(restricted_pod.__file__)), "python", "-B"]

@@ -343,6 +343,8 @@ def test_a_frozen_child_is_killed_like_any_other(start: Callable[..., Service]) 
     assert not service.deaths
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_worker_dies_with_a_killed_supervisor_whatever_its_grace(tmp_path: Path) -> None:
     """A service can ask the kernel for SIGTERM at its starter's end; with work under way it would stay for its grace."""
     code = (

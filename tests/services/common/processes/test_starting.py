@@ -40,7 +40,9 @@ def test_a_policy_of_the_user_stands() -> None:
     assert done.stdout.split() == ["None"]
 
 
-@pytest.mark.parametrize(("given", "expected"), [("", "1000"), ("5", "5")])
+@pytest.mark.parametrize(
+    ("given", "expected"), [pytest.param("", "1000", marks=[pytest.mark.merge, pytest.mark.slow]), ("5", "5")]
+)
 def test_busy_waits_are_short_unless_the_user_says_otherwise(given: str, expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"GOMP_SPINCOUNT": given, "OMP_DISPLAY_ENV": "VERBOSE"} if given else {"OMP_DISPLAY_ENV": "VERBOSE"}

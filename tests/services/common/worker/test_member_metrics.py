@@ -74,6 +74,8 @@ def test_a_reward_worker_whose_coordinator_is_away_is_scraped(tmp_path: Path) ->
         process.wait(STARTS_S)
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_learner_whose_port_is_taken_says_so_in_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [sys.executable, "-m", "paceline.services.learner.main", "--coordinator", "127.0.0.1:9"]

@@ -188,6 +188,8 @@ def test_a_template_that_writes_the_date_is_not_compared(check: PromptCheck, mod
     assert "writes the date" in check.unavailable
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_process_that_fails_holds_nothing_up(
     check: PromptCheck, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
