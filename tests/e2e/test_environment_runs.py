@@ -253,6 +253,8 @@ def test_the_run_can_be_trained_again_bit_by_bit(
     assert json.loads(replayed.output.splitlines()[-1])["identical"] is True
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "data"),
     [
@@ -294,6 +296,8 @@ def test_the_forms_of_trl_train(
     assert any(word in shown.output for word in ("Count to", "Reach the goal.", "1+2")), shown.output
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_an_agent_trains_by_its_base_url(client: Client, cluster: LocalCluster, make_episodes: MakeSpec) -> None:
     spec = make_episodes(environment={"class": "", "agent": "agent.py:solve"}, grpo={"max_num_steps": 2})
     run_id = client.submit(spec).run_id

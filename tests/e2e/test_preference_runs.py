@@ -145,7 +145,10 @@ def _exchange_while_the_run_goes_on(
             assert all(each["extra"]["rm_model"].startswith(export) for each in group["completions"])
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("orpo", marks=pytest.mark.slow), "kto"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param("orpo", marks=pytest.mark.slow), pytest.param("kto", marks=[pytest.mark.merge, pytest.mark.slow])],
+)
 def test_other_preferences_take_the_same_way(
     algorithm: str, client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
 ) -> None:

@@ -17,6 +17,8 @@ from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_an_export_trains_offline_with_a_ratio_of_one(
     client: Client, cluster: LocalCluster, make_spec: Callable[..., RunSpec], tmp_path: Path
 ) -> None:
