@@ -155,6 +155,15 @@ def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
+def set_dropout(model: nn.Module, active: bool) -> None:
+    """Turn the adapter's dropout on or off, and everything else that models do in training alone off (dropout, noise of
+    routers): the sampler does none of it."""
+    model.eval()
+    for name, module in model.named_modules():
+        if "lora_dropout" in name.split("."):
+            module.train(active)
+
+
 READ_DIRECTLY = frozenset({"out_proj", "dt_proj", "correction_coefs", "prediction_coefs"})
 """Linear layers of state-space mixers and of Gemma 3n's streams whose weights are read without a call of the layer, on GPUs
 by one kernel for the whole mixer; an adapter there would have no effect."""

@@ -16,9 +16,11 @@ other kernels of CUDA also read copies of the queries. A CPU copies nothing (`pa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from transformers import AttentionInterface
 from paceline.learner.batch.samples import SequenceLayout
 from paceline.learner.model.determinism import repeat_backward
 from paceline.learner.model.shared_attention import band, shared_attention
+from paceline.models.architectures import MIXERS
 
 IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)
@@ -45,7 +48,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: SequenceLayout,
+    layout: SequenceLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
@@ -63,6 +66,10 @@ def packed_attention(
         s_aux: [H] attention sinks, the logits of a key without a value that every token attends to.
         softcap: cap of cap · tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: no cap.
     """
+    _Calls.number += 1
+    if layout is None or attention_mask is not None:
+        lack = "does not pass the layout of a packed row on" if layout is None else "needs a mask of its model"
+        raise NotImplementedError(f"{type(module).__name__} {lack}; name a model of another type")
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -82,6 +89,24 @@ def packed_attention(
     else:
         out = _attend(query, key, value, layout, scaling, sliding_window, s_aux, softcap)
     return out[..., :width], None
+
+
+class _Calls:
+    number = 0
+    """Number of calls of `packed_attention` in this process."""
+
+
+@contextlib.contextmanager
+def requires_packed(model: Any) -> Iterator[None]:
+    """Raise NotImplementedError if the passes of a model within the `with` block never attend by `packed_attention`: some
+    models have attention of their own, which would run over the borders of sequences."""
+    before = _Calls.number
+    yield
+    if _Calls.number == before and model.config.get_text_config().model_type not in MIXERS:
+        raise NotImplementedError(
+            f"the attention of a {type(model).__name__} cannot be replaced, so sequences of a packed row would attend to each "
+            "other; name a model of another type"
+        )
 
 
 def _of_one_width(*arrays: Tensor) -> list[Tensor]:

@@ -35,8 +35,13 @@ from paceline.files.bounded_cache import use_own_compiled_code
 from paceline.host.onednn import is_faster, product
 from paceline.learner.batch.samples import PackedBatch, SequenceLayout
 from paceline.learner.collectives import world_size
-from paceline.learner.model.adapter import add_adapter
-from paceline.learner.model.attention import IMPLEMENTATION, leave_out_of_graphs, prefer_flash_attention_3
+from paceline.learner.model.adapter import add_adapter, set_dropout
+from paceline.learner.model.attention import (
+    IMPLEMENTATION,
+    leave_out_of_graphs,
+    prefer_flash_attention_3,
+    requires_packed,
+)
 from paceline.learner.model.loading import fill
 from paceline.learner.model.logits import LogitRule, body_of, logit_rule
 from paceline.learner.model.logprobs import chunked_logprobs
@@ -80,7 +85,7 @@ def _prepared(model: Any, files: WeightFiles | None, policy: PolicySection, devi
     if policy.compile:
         compile_layers(_decoder_layers(model), device)
     recompute_activations(_decoder_layers(model), policy.activation_checkpointing)
-    model.train()
+    set_dropout(model, active=True)
     return _placed(model, files, policy, device, resharded=device.type == "cuda")
 
 
@@ -88,7 +93,7 @@ def load_reference(policy: PolicySection, device: torch.device) -> PreTrainedMod
     """Return the model as it was before training, frozen, in the compute type: π_ref of a KL penalty, or a teacher."""
     model, files = _build(policy, compute_dtype(policy, device))
     model.requires_grad_(False)
-    model.train(False)
+    set_dropout(model, active=False)
     return _placed(model, files, policy, device, resharded=True)
 
 
@@ -158,9 +163,10 @@ def _score(model: Any, packed: PackedBatch, *, policy: PolicySection, **_: Any) 
 def _predicting_states(model: Any, packed: PackedBatch, policy: PolicySection) -> Tensor:
     row = padded_row(packed) if policy.compile else packed
     model.row_layout = row.layout  # for layers that carry a state
-    hidden_1RH = body_of(model)(
-        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
-    ).last_hidden_state
+    with requires_packed(model):
+        hidden_1RH = body_of(model)(
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+        ).last_hidden_state
     return hidden_1RH[0].index_select(0, packed.predictors_N)  # type: ignore[no-any-return]
 
 
@@ -211,9 +217,6 @@ def _build(
             f"policy.model_name {name!r}: transformers has no replaceable attention for models of type "
             f"{config.model_type!r}; name a model of another type"
         )
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # the sampler has no dropout, and the ratio compares with the sampler
     keep_sequences_apart(model, _decoder_layers(model))
     # An instance attribute: FSDP's hooks run around it, as around any forward, so the LM head is gathered inside it.
     if scoring:

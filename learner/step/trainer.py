@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from paceline.errors import NonFiniteLoss
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
 from paceline.learner.collectives import sum_over_ranks, union_over_ranks, world_size
+from paceline.learner.model.adapter import set_dropout
 from paceline.learner.model.determinism import use_deterministic_operations
 from paceline.learner.model.mesh import reshard
 from paceline.learner.model.policy import compute_dtype, packed_logprobs
@@ -152,7 +153,7 @@ class Trainer:
         it together, each with its share of the examples. No state changes, no random number is drawn."""
         measured = [sample for sample in held_out if not sample.is_mismatched]
         updates = plan_updates(measured, 0, self.spec, self.objective, self.device, num_updates=1)
-        self.model.train(False)  # an adapter may drop inputs while it is trained
+        set_dropout(self.model, active=False)
         updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
         updates = with_advantages(measured, updates, self.spec, self.device, None)
         if self.objective.measures_mismatched:

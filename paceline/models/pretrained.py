@@ -71,6 +71,10 @@ def skeleton(kind: Any, config: Any, **options: Any) -> Any:
     build = getattr(kind, "from_config", None) or kind._from_config
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         model = build(config, **options)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:  # drawn on a device of its choice: it would keep its random values
+                setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
     model.tie_weights()
     return model
 

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 from torch.nn import attention as torch_attention
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.learner.model.attention import prefer_flash_attention_3
+from paceline.learner.batch.samples import SequenceLayout
+from paceline.learner.model.attention import packed_attention, prefer_flash_attention_3, requires_packed
 
 GPU = torch.device("cuda", 0)
 
@@ -40,3 +42,18 @@ def test_a_hopper_with_the_package_takes_it_once_and_leaves_it_for_deterministic
     found = [prefer_flash_attention_3(GPU, deterministic=each) for each in (True, False, False, True, True, False)]
     assert found == [False, True, True, False, False, True]
     assert chosen == [None, "FA3", None, "FA3"]
+
+
+def test_attention_that_would_cross_borders_is_refused() -> None:
+    """Without the layout, with a mask of the model's own, and by a model that never calls it."""
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(NotImplementedError, match="does not pass the layout"):
+        packed_attention(torch.nn.Identity(), q, q, q, None)
+    with pytest.raises(NotImplementedError, match="needs a mask of its model"):
+        packed_attention(torch.nn.Identity(), q, q, q, q, layout=SequenceLayout.of([3], torch.device("cpu")))
+    with (
+        pytest.raises(NotImplementedError, match="attention of a LlamaForCausalLM cannot be replaced"),
+        torch.device("meta"),
+        requires_packed(LlamaForCausalLM(LlamaConfig(num_hidden_layers=0))),
+    ):
+        pass

@@ -124,6 +124,8 @@ WORKING = (
     Architecture("Hunyuan dense", "HunYuanDenseV1", {"head_dim": 8}, "norms of queries and keys"),
     Architecture("MiniMax M2", "MiniMaxM2", {"head_dim": 8, "num_local_experts": 4, **EXPERTS}, "experts"),
     Architecture("dots.llm1", "Dots1", {"n_shared_experts": 1, **GROUPED_EXPERTS}, "experts with a shared expert"),
+    Architecture("Seed-OSS", "SeedOss", {"head_dim": 8, "residual_dropout": 0.5}, "dropout, which is off"),
+    Architecture("DiffLlama", "DiffLlama", {"head_dim": 8}, "differences of two attentions"),
     Architecture("Phi-1, Phi-2", "Phi", {}, "a head with a bias"),
     Architecture(
         "Gemma 2",
