@@ -209,8 +209,8 @@ class Client(Connection):
         return self._run("Pause", run_id=run_id)
 
     def resume(self, run_id: str) -> Run:
-        """Continue a paused run; queue a failed run, or a paused run whose workers another run has, with its open
-        groups. If the files of its functions are on this machine, the run continues with their current content. Raises
+        """Continue a paused run. If it has failed, or if another run has its workers now, queue it again; it keeps its
+        open groups. If the files of its functions are on this machine, the run continues with their current content. Raises
         NotFound, Conflict, InvalidInput."""
         return self._run("Resume", run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
 

@@ -80,7 +80,7 @@ def _enum_member(kind: Any, name: str) -> Any:
     """Return a member of a listed enum, for pickles that name it as an attribute. Raises Conflict for anything else."""
     if isinstance(kind, enum.EnumType) and name in kind.__members__:
         return kind[name]
-    raise Conflict("the pickle reads an attribute of an object that is no enum, which is no part of a checkpoint")
+    raise Conflict("the pickle reads an attribute that is no member of an enum; a checkpoint's pickle reads only such members")
 
 
 class _PlanUnpickler(ListedUnpickler):

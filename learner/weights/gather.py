@@ -29,8 +29,8 @@ WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return all published tensors on rank 0: whole, in host memory (pinned if the model is on a GPU); nothing
-    elsewhere. A collective call: all ranks of the model's mesh must make it at the same point. Floating-point
+    """Return all published tensors on rank 0, whole and in host memory (pinned if the model is on a GPU); on other ranks
+    return an empty dict. A collective call: all ranks of the model's mesh must make it at the same point. Floating-point
     tensors are converted to `dtype` (None keeps theirs) before they are sent. The tensors are views of one
     allocation, laid out as `paceline.weights.format.packing.plan` does, so they are written without another copy."""
     tensors = named_weights(model)

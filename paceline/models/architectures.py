@@ -98,7 +98,7 @@ def _refusal(config: Mapping[str, Any]) -> str:
         return "their sparse attention (DSA, index_topk) chooses the keys of each token"
     if (foreign and not types & set(MIXERS)) or types & STATEFUL_TYPES:
         named = f" ({', '.join(foreign)})" if foreign else ""
-        return f"layers other than full or sliding attention{named} carry state from one packed sequence into the next"
+        return f"the learner cannot keep their layers other than full or sliding attention{named} to one sequence of a row"
     if types & BIASED_TYPES or text.get("alibi"):
         return "the attention adds a bias by distance (ALiBi)"
     return ""

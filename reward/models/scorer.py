@@ -159,8 +159,12 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
         f"reward model {settings.path!r} holds {', '.join(kinds) or 'no architecture'} with {config.num_labels} outputs"
     )
     if isinstance(settings, ProcessModelSettings):
-        if not fits or (config.num_labels > 1 and settings.positive_label >= config.num_labels):
-            raise InvalidInput(f"{named}; process_reward_model needs token classification with positive_label")
+        if not fits:
+            raise InvalidInput(f"{named}; process_reward_model needs a model for token classification")
+        if config.num_labels > 1 and settings.positive_label >= config.num_labels:
+            raise InvalidInput(
+                f"{named}, but positive_label is {settings.positive_label}; set it to 0 … {config.num_labels - 1}"
+            )
     elif not fits or config.num_labels != 1:
         raise InvalidInput(
             f"{named}; reward_model needs sequence classification with one output, as `paceline rm` exports it"

@@ -64,7 +64,7 @@ def run_row(facts: Facts) -> list[str]:
 
 
 def long_messages(runs: Sequence[Facts]) -> Iterator[str]:
-    """Yield lines with each run's message that its row cuts."""
+    """Yield lines with the full text of each message that is cut off in its run's row."""
     for facts in runs:
         if len(facts["message"]) > MESSAGE_COLUMNS:
             yield f"{facts['run_id']}:"

@@ -107,7 +107,7 @@ class BlobStore:
         }
 
     def received(self, sha256: str) -> int:
-        """Return the number of bytes that a broken transfer has left; the next transfer continues from there."""
+        """Return the number of bytes that arrived before a transfer broke off; the next transfer continues from there."""
         _check_digest(sha256)
         if self._key is not None:
             return 0

@@ -287,7 +287,7 @@ def read_choice(choice: Any, tools: Sequence[Json]) -> ToolChoice:
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else choice.get("name")
         if name not in (tool["function"]["name"] for tool in tools):
-            raise Unsupported(f"tool_choice names the function {name!r:.80}, which tools does not have", "tool_choice")
+            raise Unsupported(f"tool_choice names the function {name!r:.80}, which is not in `tools`", "tool_choice")
         return ToolChoice("function", str(name))
     raise Unsupported(
         f"tool_choice is {choice!r:.80}; it can be 'auto', 'none', 'required' or a function", "tool_choice"

@@ -170,7 +170,12 @@ def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Com
         log.error("group %d starts from the beginning: %s", lease.group_id, error)
         return None
     if len(begun) != lease.num_generations:
-        log.error("group %d starts from the beginning: its earlier attempt has %d samples", lease.group_id, len(begun))
+        log.error(
+            "group %d starts from the beginning: its earlier attempt has %d completions, but the lease is for %d",
+            lease.group_id,
+            len(begun),
+            lease.num_generations,
+        )
         return None
     return prompt_ids, begun
 

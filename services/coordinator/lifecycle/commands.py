@@ -71,9 +71,9 @@ class Commands:
         await self._context.watchers.notify("lease", "batch")
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
-        """Continue a paused run; queue a failed run again, or a paused run whose workers another run has. Files whose
-        faults paused the run are read again; a run with a bundle gets them from a new `bundle`. Raises NotFound,
-        Conflict; InvalidInput for a bundle; DataError and Unreadable for a data set that cannot be used."""
+        """Continue a paused run. If it has failed, or if another run has its workers now, queue it again. Files whose
+        faults paused the run are read again, from `bundle` if it is given. Raises NotFound, Conflict; InvalidInput for a
+        bundle that cannot be used, or for a run that was submitted without one; DataError and Unreadable for a data set that cannot be used."""
         changes = await self._resumption.changes(run_id, bundle)
         run = await self._resumption.read(run_id, bundle, changes)
         async with self._context.lock:

@@ -1,5 +1,5 @@
-"""Preemption by a queued run, if it has a higher priority or if a person must resume the active run, and the limit of a
-run's hours.
+"""Two reasons for which a run stops training early: a queued run preempts it, or its hours are over. A queued run
+preempts the active one if it has a higher priority, or if only a person can resume the active one.
 
 The preempted run first yields: no group is leased and no batch is fixed, so the learner trains the batch that it has
 and writes an ordered checkpoint. Then the run is queued again with its open groups, and later continues from that

@@ -29,7 +29,7 @@ def get_gauge_history(directory: Path, request: pb.GetGaugeHistoryRequest) -> pb
     if len(request.member_ids) > MAX_MEMBERS:
         raise InvalidInput(f"member_ids has {len(request.member_ids)} entries, but at most {MAX_MEMBERS} are allowed")
     if not (math.isfinite(request.from_time) and math.isfinite(request.to_time)):
-        raise InvalidInput("from_time and to_time must be numbers of seconds since 1970")
+        raise InvalidInput("from_time and to_time must be finite numbers of seconds since 1970")
     readings = list(_readings(directory / FOLDER, request.from_time, request.to_time or math.inf))
     if not readings:
         return pb.GetGaugeHistoryResponse(seconds_per_point=PERIOD_S)

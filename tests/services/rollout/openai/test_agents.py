@@ -123,7 +123,7 @@ async def test_a_demanded_call_is_begun_in_the_prompt(client: AsyncOpenAI, run: 
         assert prompt.endswith('<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": ')
         assert arguments(answer.choices[0].message.tool_calls) == [("add", {"x": 3})]
         assert answer.choices[0].message.content is None
-    with pytest.raises(openai.BadRequestError, match="'sub', which tools does not have"):
+    with pytest.raises(openai.BadRequestError, match="'sub', which is not in `tools`"):
         await client.chat.completions.create(
             **ASK, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "sub"}}
         )
