@@ -1,1 +1,1 @@
-"""Episodes of several turns: runs the user's environments and agents and records the tokens of every turn."""
+"""Runs episodes of several turns with the user's environments and agents, and records the tokens of every turn."""

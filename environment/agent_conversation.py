@@ -4,8 +4,9 @@ Tasks: a task of the conversation answers each request, so a client that lost it
 retries. Only the newest turn may be unrecorded, because only the end of the program tells whether that turn is the last
 one. It is recorded before the next turn is sampled.
 
-Promises: a marked retry of the same body gets the same answer. An answer that the program did not get is not trained. A
-request whose tokens extend no transcript exactly, or more than one, begins a new transcript.
+Promises: a request that its client marks as a retry gets the same answer if its body is the same. An answer that the
+program did not get is not trained. A request begins a new transcript if its tokens extend no transcript exactly, or if
+they extend several.
 
 A request continues an earlier one if its messages are the earlier messages, the answer and something new. Messages are
 compared by content, because clients write the same answer in several ways: without its reasoning, with `content` null
@@ -74,8 +75,8 @@ class History:
     def parent(
         self, sent: Sequence[Mapping[str, Any]], conversation: Conversation
     ) -> tuple[AnsweredRequest, int] | None:
-        """Return the request that this one continues, and the number of messages up to its answer. Return None without
-        a match, or if several with different tokens match."""
+        """Return the earlier request that the messages `sent` continue, and the number of messages up to that request's
+        answer. Return None if no request matches, or if several with different tokens match."""
         chains = _chains(sent, conversation)
         for count in range(len(sent) - 1, 0, -1):
             matches = self._by_end.get(chains[count])
@@ -95,7 +96,7 @@ def read_messages(sent: Sequence[Mapping[str, Any]]) -> list[Json]:
         try:
             message = Message.model_validate(each)
         except ValueError as error:
-            raise InvalidInput(f"messages has an invalid message: {error}") from None
+            raise InvalidInput(f"`messages` has an invalid message: {error}") from None
         messages.append(message.rendered())
     return messages
 
@@ -135,7 +136,7 @@ class AgentTurns:
         self._history = History()
         self._recorded = recorded_turns(life)
         self._unmatched = list(self._recorded)
-        """Recorded turns of an earlier holder of the lease that no request has matched yet."""
+        """Turns that an earlier holder of the lease recorded and that no request has matched yet."""
         self._pending: TakenTurn | None = None
         """The newest turn while it is not recorded yet."""
         self._tasks: dict[str, asyncio.Task[tuple[AgentAnswer, AnsweredRequest]]] = {}
@@ -146,7 +147,7 @@ class AgentTurns:
         self._waiting = 0
         self._over = False
         self.limit = ""
-        """Limit that a request has reached, or empty."""
+        """The limit that a request has reached, as text; empty if no request has reached one."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that fails if the lease is lost or `train_call` fails."""
         self.changed = asyncio.Event()
@@ -154,7 +155,7 @@ class AgentTurns:
 
     @property
     def waits(self) -> bool:
-        """Return whether the program waits for an answer, which does not count as its own time."""
+        """Return whether the program waits for an answer. The wait does not count as the program's own time."""
         return self._waiting > 0
 
     async def answer(self, request: AgentRequest) -> AgentAnswer:
@@ -179,13 +180,13 @@ class AgentTurns:
         return answer
 
     async def finish(self, reward: float | None, ending: str, detail: str) -> FinishedSample:
-        """Record the last turn and return the sample. Raises EnvironmentFailed if no turn trains, LeaseLost."""
+        """Record the last turn and return the sample. Raises LeaseLost, and EnvironmentFailed if no turn trains."""
         await self.close()
         async with self._record:
             taken = [*self._recorded, *([self._pending] if self._pending else [])]
             if not any(each.counts for each in taken):
                 raise EnvironmentFailed(
-                    "the agent sent no request that trains; it must use the base_url and api_key that it gets"
+                    "the agent sent no request that trains; it must use the `base_url` and the `api_key` that it gets"
                 )
             if self._pending is None:
                 self._pending = await self._closing_turn(taken[-1])
@@ -332,7 +333,7 @@ class AgentTurns:
         return TakenTurn(None, note, last.prompt_ids, turn)
 
     def _text(self, taken: Sequence[TakenTurn], reward: float | None, ending: str, detail: str) -> pb.SampleText:
-        """Return the texts of the longest conversation that trains; the newest of equally long ones."""
+        """Return the texts of the longest conversation that trains; if several are equally long, of the newest."""
         answered = [each.answered for each in taken if each.answered is not None and each.counts]
         main = max(answered, key=lambda each: len(each.conversation.messages))
         for each in answered:
@@ -376,8 +377,8 @@ def recorded_turns(life: Life) -> list[TakenTurn]:
 
 
 def left_out_of(taken: Sequence[TakenTurn], transcripts: Sequence[int]) -> list[int]:
-    """Return the indices of the turns to leave out of the transcripts: those that do not train, unless a later turn of
-    their transcript trains, because a transcript holds all that the model has read."""
+    """Return the indices of the turns to leave out of the transcripts. A turn that does not train is left out, unless a
+    later turn of its transcript trains: a transcript holds all that the model has read."""
     left_out: list[int] = []
     kept: set[int] = set()
     for index in range(len(taken) - 1, -1, -1):

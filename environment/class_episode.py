@@ -1,8 +1,8 @@
 """Runs an episode of a user's class: samples a turn, lets the environment answer, and records both.
 
-A turn is recorded with the environment's answer, so an episode may continue after any recorded turn. If the class is
-deterministic, the recorded calls are run again, and every answer must have the recorded digest. Otherwise the saved
-state is restored; without one the life ends as `restarted`.
+A turn is recorded with the environment's answer, so an episode may continue after any recorded turn. To continue, the
+recorded calls are run again if the class is deterministic, and every answer must have the recorded digest. Otherwise
+the saved state is restored; without a saved state the life ends as `restarted`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class ClassEpisode:
         return name
 
     def _show_prompt(self, instance: Instance, text: str | None) -> None:
-        """Append the text of `reset` to the last message, as TRL does, or add it as a user message; add the tools."""
+        """Append the text of `reset` to the last message, as TRL does; if the last message is the system's, or if there
+        is none, add a user message with the text. Add the tools."""
         self._reset_text = text
         messages = list(self._conversation.messages)
         if text and messages and messages[-1]["role"] != "system":
@@ -174,7 +175,7 @@ class ClassEpisode:
         )
 
     def _prompt_shown(self, messages: Sequence[Json]) -> Any:
-        """Return the prompt with the text of `reset`, in the data set's form; None without that text."""
+        """Return the prompt with the text of `reset`, in the data set's form; None if `reset` returned no text."""
         if not self._reset_text:
             return None
         if isinstance(self._context.lease.prompt, str):
@@ -186,7 +187,7 @@ class ClassEpisode:
     async def _go_on(self) -> Instance:
         """Continue behind the recorded turns. Raises CannotGoOn."""
         facts = self._context.code.classes[self._name()]
-        why = "the environment's class is not deterministic and has no save and load"
+        why = "the environment's class is not deterministic, and it has no `save` and `load`"
         if facts.deterministic or self._setting.environment.deterministic:
             try:
                 instance = await self._replay()
@@ -211,7 +212,7 @@ class ClassEpisode:
         transcripts = TranscriptTokens()
         for number, (arrays, note) in enumerate(self._life.turns):
             if number == 0 and not np.array_equal(arrays.context_ids, self._prompt_ids):
-                raise EnvironmentFailed("reset returned another prompt than the recorded one")
+                raise EnvironmentFailed("`reset` returned another prompt than the recorded one")
             self._prompt_ids = transcripts.prompt_of(arrays)
             transcripts.add(arrays)
             turn = SampledTurn(arrays.token_ids, arrays.logprobs, arrays.spans, note.finish_reason, note.text)
@@ -250,7 +251,7 @@ class Acted(NamedTuple):
     done: bool
     reward: float | None = None
     state: str = ""
-    """State from `save`, as text; empty without it."""
+    """State from `save`, as text; empty if there is none."""
 
     @property
     def digest(self) -> str:

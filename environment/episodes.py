@@ -1,13 +1,13 @@
 """Runs the episodes of a leased group and returns their transcripts.
 
-Tasks: one for each sample; it waits for turns, for user code and for the turn log. If one cannot continue (the lease is
-lost, or the prompt is too long), the others are cancelled.
+Tasks: one for each sample; it waits for turns, for user code and for the turn log. If one task cannot continue (the
+lease is lost, or the prompt is too long), the other tasks are cancelled.
 
-A fault of user code ends a life and counts as a failure; any other loss of an environment does not. A life with
-recorded turns is replayed if possible, else restored, else it ends as `restarted`.
+A fault of user code ends a life and counts as a failure; any other loss of an environment does not count as one. A life
+with recorded turns is replayed if possible, else restored, else it ends as `restarted`.
 
-An agent's program (a function or a command line) runs until it ends, has used up its own time, or the lease is lost. If
-it ends after a request reached a limit, its sample is truncated; its turns count.
+An agent's program (a function or a command line) runs until it ends, until its own time is used up, or until the lease
+is lost. If the program ends after a request reached a limit, the sample is truncated, but its turns count.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def run_episodes(
     """Return the finished group of a lease. `setting` and the started `code` are the run's; agents need
     `conversations`.
 
-    Raises InvalidInput for a row of the data set that cannot be used (PromptTooLong), LeaseLost.
+    Raises LeaseLost, and InvalidInput if the row of the data set cannot be used (PromptTooLong).
     """
     context = GroupContext(setting, lease, source, turn_log, code, conversations)
     finished = await _all_or_none([_finish_sample(context, sample) for sample in range(lease.num_samples)])
@@ -81,7 +81,8 @@ def _finished_group(finished: Sequence[FinishedSample], setting: EpisodeSetting)
 
 
 async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Return the results of all awaitables. If one fails, cancel the others, wait for them, and raise its exception."""
+    """Return the results of all awaitables. If one awaitable fails, cancel the others, wait until they have ended, and
+    raise its exception."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

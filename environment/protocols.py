@@ -2,7 +2,8 @@
 
 The service implements `TokenSource` (rollout workers), `TurnLog` (the exchange) and `ConversationHost` (the HTTP server
 of agents); this package implements `AgentConversation`. These interfaces never raise faults of the infrastructure:
-their implementations retry, elsewhere if needed, as long as the lease is held, and then raise `LeaseLost`.
+their implementations retry, if needed with another worker, while the lease is held. When it is lost, they raise
+`LeaseLost`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class LeaseLost(PacelineError):
 
 
 class TurnParams(NamedTuple):
-    """Sampling parameters of one turn. All others are the run's."""
+    """Sampling parameters of one turn. All other sampling parameters are the run's."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -74,8 +75,8 @@ class TokenSource(Protocol):
     """Samples turns on rollout workers."""
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        """Return the sampled turn. Raises InvalidInput (PromptTooLong) if no rollout worker accepts the prompt,
-        LeaseLost."""
+        """Return the sampled turn. Raises LeaseLost, and InvalidInput (PromptTooLong) if no rollout worker accepts the
+        prompt."""
 
 
 class TurnLog(Protocol):
@@ -97,7 +98,7 @@ class RecordedSample:
     failures: int = 0
     """Number of lives that a fault of the environment ended."""
     finished: bool = False
-    """True if the sample's last turn is recorded, so that only the group must be submitted."""
+    """True if the sample's last turn is recorded, so that only the submission of the group remains."""
     given_up: bool = False
     turns: tuple[tuple[TurnArrays, pb.TurnNote], ...] = ()
     """Turns of the sample's current life, in order."""
@@ -126,7 +127,8 @@ class FinishedGroup(NamedTuple):
     prompt_ids: IntArray
     """[P] prompt tokens of the first transcript; empty if there is none."""
     completions: list[Completion]
-    """R transcripts in the order of their samples; empty, and not submitted, if every sample was given up."""
+    """R transcripts in the order of their samples. If every sample was given up, the list is empty, and nothing is
+    submitted."""
     rows: Rows
     samples: list[pb.SampleText]
     """[C] texts of the samples."""
@@ -169,8 +171,8 @@ class AgentConversation(Protocol):
     """The conversation of one sample, as the HTTP server uses it."""
 
     async def answer(self, request: AgentRequest) -> AgentAnswer:
-        """Sample and record one turn. Requests of one conversation may overlap. Raises InvalidInput (HTTP status 400),
-        Conflict if the episode is over because of a limit or the end of its program (status 409), LeaseLost."""
+        """Sample and record one turn. Requests of one conversation may overlap. Raises LeaseLost, InvalidInput (HTTP
+        status 400), and Conflict (status 409) if the episode is over because of a limit or the end of its program."""
 
 
 class ConversationAddress(NamedTuple):
@@ -186,7 +188,8 @@ class ConversationHost(Protocol):
     """The HTTP server of agents' requests."""
 
     def open(self, conversation: AgentConversation) -> AbstractAsyncContextManager[ConversationAddress]:
-        """Serve a conversation at its own address while the context is open, and cancel requests that run at its end."""
+        """Serve a conversation at its own address while the context is open; at its end cancel the requests that still
+        run."""
 
 
 class EpisodeFault(PacelineError):
@@ -199,11 +202,11 @@ class EnvironmentFailed(EpisodeFault):
 
 class EnvironmentLost(EpisodeFault):
     """The instance was lost for a reason outside of it, such as the death of its process in another episode's call. The
-    episode is replayed, restored or restarted, and does not count as a failure."""
+    episode is replayed, restored or restarted, and the loss does not count as a failure."""
 
 
 class ServiceAway(EnvironmentLost):
-    """User code could not reach a service. The episode continues after a pause, and does not count as a failure."""
+    """User code could not reach a service. The episode continues after a pause; this does not count as a failure."""
 
 
 class CannotGoOn(EnvironmentLost):

@@ -1,4 +1,4 @@
-"""Builds the transcripts of a sample: a turn whose prompt extends a transcript token by token continues it.
+"""Builds the transcripts of a sample: a turn continues the transcript that its prompt extends token by token.
 
 Promise: the tokens of a transcript are exactly what the model read and sampled, in order. Nothing is encoded again. A
 turn that could continue two transcripts begins a new one.
@@ -39,7 +39,8 @@ class TranscriptTokens:
         return len(self._transcripts)
 
     def continuation(self, prompt_ids: IntArray) -> Continuation:
-        """Continue the longest transcript that the prompt extends, or a new one if none or two of that length match."""
+        """Return the longest transcript that the prompt extends; a new one if there is none, or if two are equally
+        long."""
         best: list[int] = []
         for index, tokens in enumerate(self._transcripts):
             if index in self._closed or len(tokens) > len(prompt_ids):
@@ -95,7 +96,8 @@ def build_transcripts(
     """Return the transcripts of the turns that are not left out; `text_of` decodes a transcript's tokens. The
     transcripts of a truncated episode have the finish reason `length`, so that the learner knows of the truncation.
 
-    A turn that is left out comes after the last one of its transcript that trains, or no turn of its transcript trains.
+    A turn in `left_out` comes after the last turn of its transcript that trains, or its transcript has no turn that
+    trains.
     """
     kept = [(arrays, note) for index, (arrays, note) in enumerate(turns) if index not in left_out]
     transcripts: list[Completion] = []
@@ -145,7 +147,7 @@ def _join_turns(turns: Sequence[TurnArrays], finish_reason: str, text_of: TextOf
 def join_transcripts(
     samples: Iterable[SampleTranscripts],
 ) -> tuple[list[Completion], tuple[int, ...], tuple[Turn, ...]]:
-    """Return the transcripts of all samples, the sample of each, and the turns with the group's indices."""
+    """Return the transcripts of all samples, the sample of each transcript, and the turns with the group's indices."""
     transcripts: list[Completion] = []
     owners: list[int] = []
     turns: list[Turn] = []

@@ -24,9 +24,10 @@ RewardFunction = Callable[..., Any]
 def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
     """Return the function that `function` names, after checking that it takes `kwargs`.
 
-    Raises InvalidInput: unknown built-in (with the nearest name), a file that fails to import (with its error), no such
-    function in it, something that cannot be called, kwargs that the function does not have. Raises Unreadable if the
-    file, or one that it imports, is missing. Runs the user's module: call it only in a process that may run user code.
+    Raises InvalidInput for an unknown built-in (with the nearest name), a file that fails to import (with its error), a
+    file without the function, an object that cannot be called, or kwargs that the function does not take. Raises
+    Unreadable if the file, or one that it imports, is missing. Runs the user's module: call it only in a process that
+    may run user code.
     """
     from paceline.reward.builtin import builtin
 
@@ -46,8 +47,8 @@ def _settings() -> Mapping[str, Callable[[object], Any]]:
 
 
 def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool) -> None:
-    """Raise InvalidInput unless the function takes `kwargs`. With `takes_columns_only`, its `**` is for columns, so
-    that a misspelt setting is refused."""
+    """Raise InvalidInput unless the function takes `kwargs`. With `takes_columns_only`, the function's `**` takes only
+    columns, so that a misspelt setting is refused."""
     from paceline.reward.builtin import check_names, check_needed, keyword_only
 
     try:
@@ -89,9 +90,10 @@ def call_function(
     """Return [C] rewards of `group` (prompts, completions, completion_ids, columns); None where the function does not
     apply.
 
-    All arguments are passed by name. A function without `**` gets only those that it names. `kwargs` take precedence
-    over columns, and columns over the arguments of `view`. A built-in that names `settings` gets `kwargs` there. `run`
-    waits for an async function. Raises InvalidRewards, WrongArguments, and the function's exceptions.
+    All arguments are passed by name. A function without `**` gets only the arguments that it names. `kwargs` take
+    precedence over columns, and columns over the arguments of `view`. A built-in with a parameter `settings` gets
+    `kwargs` in it. `run` waits for an async function. Raises InvalidRewards, WrongArguments, and the function's
+    exceptions.
     """
     view = view or CallView()
     given = {name: group[name] for name in ("prompts", "completions", "completion_ids")}
@@ -107,7 +109,8 @@ def call_function(
 
 
 def checked_rewards(result: Any, num_completions: int) -> list[float | None]:
-    """Return `result` as a list of floats and None. Raises InvalidRewards: no list, wrong length, no finite number."""
+    """Return `result` as a list of floats and None. Raises InvalidRewards if the list, its length or an entry is
+    invalid."""
     if not isinstance(result, list | tuple):
         tolist = getattr(result, "tolist", None)
         values = tolist() if tolist is not None else result

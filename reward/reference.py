@@ -2,7 +2,8 @@
 
 Promise: the numbers are log softmax(logits / temperature) at the sampled tokens, equal to the learner's reference up to
 rounding. Only the logits of `logprob_chunk_tokens` tokens exist at a time. `ReferenceScorer` computes one group after
-another on a separate thread, so that the service's event loop continues; a call of `score` waits for the groups before.
+another on a separate thread, so that the service's event loop continues; a call of `score` waits for the groups of
+earlier calls.
 
 Suffixes: P prompt tokens, T tokens of a completion, R tokens of a padded row, B rows, H hidden size, V vocabulary.
 """
@@ -32,8 +33,8 @@ class ReferenceModel:
     """A frozen, complete causal language model on the first GPU that this process sees, else on the CPU."""
 
     def __init__(self, policy: PolicySection, temperature: float) -> None:
-        """Load policy.model_name in policy.precision. Raises InvalidInput without such a model, or if its head cannot
-        give log-probabilities in chunks."""
+        """Load `policy.model_name` in `policy.precision`. Raises InvalidInput if there is no such model, or if its head
+        cannot give log-probabilities in chunks."""
         import torch
 
         self._temperature = temperature
@@ -47,8 +48,8 @@ class ReferenceModel:
         """Return [T] for each completion: the log-probability of its tokens after the prompt, in nats, float32.
 
         Rows are padded at their end, which does not affect a causal model. Completions of similar length share a pass
-        of at most policy.train_mb_tokens tokens, or of one completion. Raises InvalidInput if one does not fit into
-        memory or has a log-probability that is not finite.
+        of at most `policy.train_mb_tokens` tokens, or of one completion. Raises InvalidInput if a completion does not
+        fit into memory or has a log-probability that is not finite.
         """
         import torch
 
@@ -65,7 +66,7 @@ class ReferenceModel:
             lengths = [len(prompt_ids) + len(ids) for ids in completions]
             raise InvalidInput(
                 f"the reference ran out of memory on completions of up to {max(lengths)} tokens with the prompt; lower "
-                "policy.train_mb_tokens, or give the reward workers more"
+                "policy.train_mb_tokens, or give the reward workers more memory"
             ) from None
         if not all(np.isfinite(values).all() for values in found):
             raise InvalidInput("the reference gives a log-probability that is not finite")
@@ -160,5 +161,5 @@ def _load(name: str, dtype: torch.dtype) -> Any:
             raise
         raise fault from None
     if model.get_output_embeddings() is None:
-        raise InvalidInput(f"the reference {name!r} has no LM head")
+        raise InvalidInput(f"the reference {name!r} has no LM head; name a causal language model")
     return model.requires_grad_(False).eval()

@@ -18,11 +18,11 @@ class RewardFailure:
     function: str
     """The function's label."""
     kind: FailureKind
-    """`raised`: an exception; `timeout`: the time limit; `died`: the function ended its process; `invalid`: the function
-    cannot take the data set's columns, or did not return a finite number or None for each completion. Two kinds are
-    not the group's fault: `unavailable`, if a service could not be reached (ConnectionError, TimeoutError, an
-    unknown host), the function's file is missing, or it got no processor time; and `killed`, if a signal from
-    outside or a crash ended the process."""
+    """`raised`: an exception; `timeout`: the time limit; `died`: the function ended its process; `invalid`: the
+    function cannot take the data set's columns, or did not return a finite number or None for each completion. Two
+    kinds are not the group's fault: `unavailable`, if a service could not be reached (ConnectionError, TimeoutError, an
+    unknown host), if the function's file is missing, or if the function got no processor time; and `killed`, if a
+    signal from outside or a crash ended the process."""
     message: str
     """One line for people, with the function's name, the event and its location."""
 

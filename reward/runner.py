@@ -2,7 +2,7 @@
 
 Promises: a function that raises, hangs, dies or returns an invalid value fails only this group. A failure never becomes
 a zero. After it the runner continues with a new process. A caller owns the process that it took from `_free`. Callers
-wait there for each other, at most for the sum of the time limits before them.
+wait for each other in `_free`, at most for the sum of the time limits of the callers before them.
 
 runner → process    {"load": [{function, label, kwargs, memory_bytes, timeout_s}], "num_processes": P}   once, first
                     {"group": {prompts, completions, completion_ids, columns, trainer_state}}   no reply
@@ -48,7 +48,8 @@ class RewardRunner:
     """
 
     def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int = 1) -> None:
-        """`num_processes` groups are scored at a time. Raises InvalidInput without functions or processes."""
+        """`num_processes` groups are scored at a time. Raises InvalidInput if there are no functions or no
+        processes."""
         if not functions:
             raise InvalidInput("there are no reward functions to run; name at least one under rewards")
         if num_processes < 1:

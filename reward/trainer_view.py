@@ -60,7 +60,7 @@ class CallView:
             self.metrics[name] = (total + number, count + 1)
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Store a value for each completion beside its reward; another call with the same name replaces them."""
+        """Store a value for each completion beside its reward; another call with the same name replaces the values."""
         if is_metric_name(column) and (column in self.extra or len(self.extra) < MAX_COLUMNS):
             self.extra[column] = [_plain(value) for value in list(values)[:MAX_VALUES]]
 

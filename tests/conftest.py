@@ -130,13 +130,13 @@ def chromium() -> Iterator[Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of processes that `-n auto` starts: none for tests of one file, which stay together; else two for each
-    core, because many tests wait for processes and timeouts.
+    """Return the number of processes that `-n auto` starts: none for tests of one file, which stay together; else three for
+    two cores, because many tests wait for processes and timeouts; with more, programs with a time limit get no core.
     """
     files = {str(argument).partition("::")[0] for argument in config.args}
     if len(files) == 1 and all(name.endswith(".py") for name in files):
         return 0
-    return min(usable_cores() * 2, MAX_WORKERS)
+    return min(usable_cores() * 3 // 2, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,12 +58,15 @@ async def score(spec: RunSpec, prompt: Any, completions: list[Any], columns: dic
     """Rewards [C][F] of the spec's functions, in their worker process."""
     count = len(completions)
     async with RewardRunner(spec.rewards) as runner:
-        result = await runner.score(
-            [prompt] * count,
-            completions,
-            [[1]] * count,
-            {name: [value] * count for name, value in columns.items()},
-        )
+        for _ in range(3):  # a program may get no core of a busy machine; then a reward worker tries again too
+            result = await runner.score(
+                [prompt] * count,
+                completions,
+                [[1]] * count,
+                {name: [value] * count for name, value in columns.items()},
+            )
+            if result.failure is None or result.failure.kind != "unavailable":
+                break
     assert result.failure is None, result.failure
     assert result.rewards_CF is not None
     rewards: list[list[float]] = result.rewards_CF.tolist()

@@ -1,8 +1,8 @@
 """Answers the dashboard's calls from a coordinator or a ledger (`paceline.services.local.ledger_calls`).
 
 The HTTP paths and their OpenAPI document come from the services' descriptors and the protos' comments.
-`POST /paceline.v1.RunService/List` is Connect's unary protocol, so its clients work. Calls that take a stream, proofs
-and tickets have no path.
+`POST /paceline.v1.RunService/List` is Connect's unary protocol, so Connect's clients work. Calls that take a stream,
+and calls for proofs and tickets, have no path.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _OPENING = re.compile(r"\s*(?:message|service|enum)\s+(\w+)\s*\{")
 _MEMBER = re.compile(r"\s*(?:rpc\s+(\w+)|(?:optional\s+|repeated\s+)?(?:[\w.<>, ]+?\s+)?(\w+)\s*=\s*\d+)")
 CALL_S, LONG_CALL_S = 60.0, 3600.0
 MAX_TOKENS = 256
-"""At most this many callers have sessions with the coordinator at a time; others begin new ones."""
+"""Largest number of callers whose sessions with the coordinator are kept; any other caller begins a new session."""
 OF_CALLERS = ("paceline.v1.AccessService/Prove", "paceline.v1.AccessService/IssueTicket")
-"""Calls that concern the caller's own token; here they would give what the dashboard's token may do."""
+"""Calls that concern the caller's own token. From the dashboard, they would give the rights of the dashboard's
+token."""
 LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Submit")
 
 
@@ -176,7 +177,7 @@ def document() -> dict[str, Any]:
 
 
 def _reference(descriptor: Descriptor, schemas: dict[str, Any], comments: dict[str, str]) -> dict[str, Any]:
-    """Return a reference to a message's schema; add that schema and all that it refers to."""
+    """Return a reference to a message's schema; add that schema and all schemas that it refers to."""
     name = descriptor.full_name
     if name not in schemas:
         schema: dict[str, Any] = {"type": "object", "description": comments.get(descriptor.name, "")}

@@ -83,8 +83,8 @@ class Gateway:
         self._streams = 0
 
     async def role(self, request: web.Request) -> Role:
-        """Return the role of a request; the coordinator names it for a token that it has made. Raises Refused without a
-        valid key, grpc.aio.AioRpcError."""
+        """Return the role of a request; the coordinator names the role of each token that it has made. Raises Refused
+        without a valid key, grpc.aio.AioRpcError."""
         role = self._access.role(request.headers.get("Authorization", ""))
         if role is Role.NOBODY and (token := _named_token(request)):
             query = access_pb2.IdentifyRequest(token_id=token_id(bytes.fromhex(digest_of(token))))

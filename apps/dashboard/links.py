@@ -1,6 +1,7 @@
 """`python -m paceline.apps.dashboard.links HOST:PORT`: print the links to a dashboard in a container.
 
-The container's log should hold no keys; anyone who may run commands beside the token can print the links.
+The container's log should hold no keys; anyone who may run commands in the container, where the token is, can print the
+links.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def evaluate(
     FILE has the keys of a run: data.validation, rewards, policy.generation, grpo.max_val_samples and
     grpo.val_samples_per_prompt; a run's spec is such a file. The section `evaluation` is for evaluations only: it says
     whether answers are sampled or chosen by their log-probability. OVERRIDES are as for a run. A TASK is a file that
-    comes with Paceline, for a public data set; data.validation=./FILE with data.validation_config=null reads it from a
-    file.
+    comes with Paceline, for a public data set; data.validation=./FILE with data.validation_config=null reads the data
+    set from a file.
 
     With --with there is no FILE: paceline eval --with lm-eval --model FOLDER --output results/lm -- --tasks gsm8k
     """
@@ -259,7 +259,8 @@ Json = dict[str, Any]
 
 
 def compared(questions: Sequence[str], sets: Sequence[DataSource], prompt_key: str) -> list[Json]:
-    """Return, for each training set, the number of questions in it and the first indices, or why it was not compared."""
+    """Return, for each training set, the number of questions that it has and their first indices, or why the set was
+    not compared."""
     index = OverlapIndex(questions)
     return [_compared(index, questions, source, prompt_key) for source in sets]
 
@@ -359,7 +360,7 @@ def _measure(tree: dict[str, Any], model: str) -> None:
 
 
 def _path_argument(reward: Any) -> str | None:
-    """Return the keyword argument of a reward function that names its model; None if it has none."""
+    """Return the name of the keyword argument with a reward function's model; None if it has no such argument."""
     name = reward.get("function") if isinstance(reward, dict) else None
     return RewardFunctionSection.PATH_ARGUMENTS.get(name) if isinstance(name, str) else None
 

@@ -1,12 +1,13 @@
 """Decides between two models: by evaluations on the same problems (the gate), and by rewards of traces in use. Pure.
 
-The gate. Promise: a candidate equal to the baseline fails with the probability of one tail of the interval (2.5 %), a
-metric is compared problem by problem, and evaluations that cannot separate the two are `undecided`, never passed.
+The gate. Promise: a candidate equal to the baseline fails with the probability of one tail of the interval (2.5 %). A
+metric is compared problem by problem. If the evaluations cannot separate the two models, the outcome is `undecided`,
+never `passed`.
 
 The comparison in use promotes the candidate, holds, or rolls back. The models have answered different requests, so two
 means are compared, not pairs. Requests with the same prompt are correlated, so the bootstrap resamples prompts, not
 traces. Promise: a candidate equal to the champion is rolled back with the probability of one tail of the interval (2.5
-%), and traces that cannot separate the two give `hold`.
+%). If the traces cannot separate the two models, the decision is `hold`.
 
 Suffixes: G prompts, B resamples.
 """
@@ -65,9 +66,9 @@ def judge(
     """Return the verdict on a candidate: its outcome, the reasons, the paired difference, the results' digests.
 
     The difference is candidate minus baseline: the mean over problems of each problem's mean over samples, with a 95 %
-    bootstrap interval over problems, and `p` of a sign-flip test. The candidate fails if the interval lies below -max_drop, passes if it lies above
-    -(max_drop + margin), and is undecided otherwise. Raises InvalidInput for unknown metrics, or without a problem in
-    common.
+    bootstrap interval over problems, and `p` of a sign-flip test. The candidate fails if the interval lies below
+    -max_drop, passes if it lies above -(max_drop + margin), and is undecided otherwise. Raises InvalidInput if a metric
+    is unknown, or if the results have no problem in common.
     """
     ours, theirs = _by_problem(candidate_samples, metric), _by_problem(baseline_samples, metric)
     common = sorted(ours.keys() & theirs.keys())
@@ -126,8 +127,8 @@ def _value(result: Mapping[str, Any], name: str, bound: str) -> float:
 
 
 def _by_problem(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """Return the mean of a metric over the samples of each problem, for `reward[kind=sums]` of the problems of a group.
-    Samples that no function scored are not counted."""
+    """Return, for each problem, the mean of a metric over its samples; for `reward[kind=sums]`, only for the problems
+    of that group. Samples that no function scored are not counted."""
     values: dict[str, list[float]] = defaultdict(list)
     metric, _, group = metric.removesuffix("]").partition("[")
     column, _, value_of_group = group.partition("=")
@@ -154,8 +155,9 @@ Rewards = Mapping[Any, Sequence[float]]
 def compare(champion: Rewards, candidate: Rewards, bounds: Bounds, seed: int = 0) -> dict[str, Any]:
     """Return the decision with both means, their difference (candidate minus champion) and its 95 % interval.
 
-    Rolls back if the interval lies below -max_drop, promotes if it lies above -(max_drop + margin), and holds
-    otherwise, also with fewer than 20 prompts of either model. Raises InvalidInput for a model without rewards.
+    With fewer than 20 prompts of either model the decision is to hold. Otherwise it is to roll back if the interval
+    lies below -max_drop, to promote if the interval lies above -(max_drop + margin), else to hold. Raises InvalidInput
+    for a model without rewards.
     """
     for name, rewards in (("champion", champion), ("candidate", candidate)):
         if not rewards:

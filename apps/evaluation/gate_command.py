@@ -75,7 +75,7 @@ def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, 
     "--metric",
     default="reward",
     show_default=True,
-    help="Metric to compare: reward or reward/FUNCTION; with [COLUMN=VALUE] of the problems of a group.",
+    help="Metric to compare: reward or reward/FUNCTION; with [COLUMN=VALUE], only over the problems of that group.",
 )
 @click.option(
     "--min", "minima", multiple=True, metavar="METRIC=VALUE", callback=_bounds, help="Least accepted value of a metric."

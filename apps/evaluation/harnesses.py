@@ -1,9 +1,9 @@
 """Runs external harnesses on a served model (`paceline eval --with`) and converts their scores to a result.
 
-lm-eval is EleutherAI's lm-evaluation-harness (0.4), inspect-ai the UK AI Security Institute's Inspect (0.3).
+lm-eval is EleutherAI's lm-evaluation-harness (0.4), and inspect-ai is the UK AI Security Institute's Inspect (0.3).
 
-Promise: a harness gets the model's URL and nothing of this process's Python environment, and ends when this process is
-told to end. Scores are not changed; every sample names every score, with None if its task has no such score.
+Promise: a harness gets the model's URL and nothing of this process's Python environment, and the harness ends when this
+process is told to end. Scores are not changed; every sample names every score, with None if its task has no such score.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CONCURRENT = 8
 
 def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
     """Return lm-eval's arguments: the user's, and those for the endpoint. `tokenizer` is a folder: log-probabilities
-    are requested by token ids. With `--model local-chat-completions` among the user's, chats are sent."""
+    are requested by token ids. With `--model local-chat-completions` among the user's arguments, chats are sent."""
     given = list(arguments)
     kind = given[given.index("--model") + 1 :][:1] if "--model" in given else []
     if kind and kind[0] not in (MODEL, CHAT):
@@ -84,7 +84,7 @@ def read_lm_eval(folder: Path) -> HarnessRun:
 
 
 def _samples_of_lm_eval(path: Path) -> Iterator[ScoredSample]:
-    """Yield the samples of a task. The file has one line for each filter of a sample; their scores are merged."""
+    """Yield the samples of a task. The file has a line for each filter of a sample; a sample's scores are merged."""
     task = path.stem.removeprefix("samples_").rpartition("_")[0]
     by_document: dict[int, list[dict[str, Any]]] = {}
     for line in path.read_text().splitlines():
@@ -135,7 +135,7 @@ def inspect_variables(url: str) -> dict[str, str]:
 
 
 def read_inspect(folder: Path) -> HarnessRun:
-    """Return the results in Inspect's logs. Raises InvalidInput without a log, or for a log of a failed run."""
+    """Return the results in Inspect's logs. Raises InvalidInput if there is no log, or one of a failed run."""
     logs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not logs:
         raise InvalidInput("inspect has written no log; see its output for the reason")
@@ -238,7 +238,7 @@ async def _ended(command: Sequence[str], variables: dict[str, str]) -> int:
 def result_of(
     run: HarnessRun, harness: str, arguments: Sequence[str], model: str, seed: int
 ) -> tuple[Json, list[Json]]:
-    """Return result and samples. Raises InvalidInput for a run without a score."""
+    """Return the result and the samples. Raises InvalidInput if no sample has a score."""
     labels = list(dict.fromkeys(f"{each.task}/{name}" for each in run.samples for name in each.scores))
     if not labels:
         raise InvalidInput(

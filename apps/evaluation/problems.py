@@ -84,7 +84,8 @@ class Problem:
 
 
 def labels_of(spec: RunSpec) -> list[str]:
-    """Return the [L] names of rewards. `choose` adds each reward of the answer that is likeliest per character."""
+    """Return the [L] names of rewards. With `choose`, each name is there again, with a suffix, for the answer that is
+    likeliest per character."""
     names = [reward.label for reward in spec.rewards]
     return [*names, *(name + NORMALISED for name in names)] if spec.evaluation.method == "choose" else names
 

@@ -84,7 +84,7 @@ def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
 
 
 def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
-    """Return, by function label, the number of scored problems' completions that got no number; zeros are left out."""
+    """Return, by function label, the number of scored problems' completions that got no number, if there are any."""
     if not scored or spec.evaluation.method != "sample":
         return {}
     counts = np.isnan(np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])).sum(axis=0)
@@ -177,8 +177,9 @@ class Evaluated(NamedTuple):
 
 
 async def evaluate(model: EvaluatedModel | None, spec: RunSpec, seed: int, num_processes: int = 1) -> Evaluated:
-    """Evaluate `model` on the validation set of `spec`; None with the method `prefer`, which measures reward functions.
-    Raises InvalidInput without a set, DataError, Unreadable, and errors of the model and `RewardRunner.start`."""
+    """Evaluate `model` on the validation set of `spec`. `model` is None with the method `prefer`, which measures reward
+    functions. Raises InvalidInput without a validation set, DataError, Unreadable, and errors of the model and
+    `RewardRunner.start`."""
     if spec.data.validation is None:
         raise InvalidInput("data.validation is not set, but an evaluation needs its problems; set it to a data set")
     prompts = await asyncio.to_thread(open_prompts, spec.data, seed, validation=True)

@@ -1,4 +1,5 @@
-"""Statistics of an evaluation: pass@k, cons@k, gaps between groups, and bootstrap intervals over problems. Pure.
+"""Computes the statistics of an evaluation: pass@k, cons@k, gaps between groups, and bootstrap intervals over problems.
+Pure.
 
 Promise: the same numbers and seed give the same interval. Suffixes: G problems, C completions of a problem, B
 resamples.
@@ -47,8 +48,8 @@ def differences(ours: Floats, theirs: Floats) -> Floats:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that k of n completions, drawn without replacement, hold one of the c correct ones or
-    more.
+    """Return the probability that k of n completions, drawn without replacement, include at least one of the c correct
+    ones.
 
     1 - C(n - c, k) / C(n, k): Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1. Raises
     ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -63,8 +64,8 @@ def consensus(
 ) -> float:
     """Return the score of the most frequent answer, or the mean score of equally frequent ones; 0 without any answer.
 
-    `answers` and `scores` are of one problem's completions. An answer joins the first vote whose first answer is the `same`; a vote
-    whose answers scored differently counts with their mean.
+    `answers` and `scores` are of one problem's completions. An answer joins the first vote whose first answer is equal
+    to it by `same`. If the answers of a vote scored differently, the vote has their mean score.
     """
     votes: list[tuple[Answer, list[float]]] = []
     for answer, score in zip(answers, scores, strict=True):

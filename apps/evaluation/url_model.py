@@ -108,8 +108,8 @@ class UrlModel:
         return "chat/completions", body | {"messages": [api_message(message) for message in messages]}
 
     def _completion(self, answer: Json) -> Completion:
-        """Return the completion in an answer, with the text that the same model would give in this process. Other
-        services separate reasoning and calls, and leave out the stop string but name it."""
+        """Return the completion in an answer, with the text that the same model would give in this process. Services
+        other than Paceline return reasoning and calls separately, and name the stop string instead of including it."""
         try:
             choice = answer["choices"][0]
             text = choice.get("completion")
@@ -135,7 +135,7 @@ class UrlModel:
 
     async def _score(self, prompt: str, continuation: str, tokens: list[str]) -> ContinuationScore:
         """Return the log-probability of the continuation after a prompt with these tokens. Raises InvalidInput if the
-        prompt has other tokens inside the whole text, which is all that such a service encodes."""
+        prompt has other tokens inside the whole text, because such a service encodes only the whole text."""
         whole = await self._echoed(prompt + continuation)
         start = len(tokens) or 1
         if whole.tokens[: len(tokens)] != tokens:
@@ -219,5 +219,7 @@ def _prompt_tokens(answer: Json) -> int:
     usage = answer.get("usage")
     count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     if not isinstance(count, int):
-        raise InvalidInput("the service does not say how many tokens a prompt has (usage.prompt_tokens)")
+        raise InvalidInput(
+            "the service does not say how many tokens a prompt has (usage.prompt_tokens); use a service that does"
+        )
     return count

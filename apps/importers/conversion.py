@@ -42,7 +42,8 @@ class Conversion:
         return default if value is None else value
 
     def take_below(self, prefix: str) -> dict[str, Any]:
-        """Return the settings whose names begin with `prefix`, by the rest of their names, and mark them as used."""
+        """Return the settings whose names begin with `prefix`, keyed by the rest of their names, and mark them as
+        used."""
         return {name.removeprefix(prefix): self.take(name) for name in self.settings if name.startswith(prefix)}
 
     def skip(self, *prefixes: str) -> None:
@@ -50,7 +51,7 @@ class Conversion:
         self.used.update(name for name in self.settings if name.startswith(prefixes))
 
     def move(self, name: str, key: str) -> None:
-        """Set a key of the spec to the value of a setting, if it has one."""
+        """Set a key of the spec to the value of a setting, if the setting has one."""
         if (value := self.take(name)) is not None:
             self.put(key, value)
 
@@ -65,7 +66,8 @@ class Conversion:
         return key_for(key, self.algorithm)
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Note that a setting was left out, if it is set and not switched off. An empty table of prime-rl switches on."""
+        """Note that a setting was left out, unless it is not set or is switched off. An empty table of prime-rl is
+        on."""
         value = self.settings.get(name)
         if value is not None:
             self.used.add(name)
@@ -80,8 +82,8 @@ class Conversion:
                 self._carry_one(name, plain(value))
 
     def skip_disabled(self) -> None:
-        """Use up every setting below a section with `enabled: false`, which has no effect there, except below a list of
-        GPUs (`colocated`) and for settings that both states read (`async_grpo`)."""
+        """Mark every setting below a section with `enabled: false` as used, because it has no effect. Exceptions are
+        `colocated`, which has a list of GPUs, and `async_grpo`, whose settings are read in both states."""
         for name, value in self.settings.items():
             section, _, last = name.rpartition(".")
             if last == "enabled" and value is False and not section.endswith(("colocated", "async_grpo")):
@@ -118,7 +120,8 @@ class Conversion:
         return self.leave_out(name, f"{entry.key} has no such value")
 
     def _entry(self, name: str) -> ForeignName | None:
-        """Return the entry for the name or the longest section above it, from this library's table, else another's."""
+        """Return the entry for the name or the longest section above it, from this library's table, else from
+        another's."""
         names = table(self.library)
         parts = name.split(".")
         sections = [f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1)]
@@ -211,7 +214,7 @@ def whole(total: float, parts: float) -> int:
 
 
 def rest_or(new: int, total: Any) -> int | str:
-    """Return the limit of a completion: `rest` where it would fill the whole sequence."""
+    """Return the limit of a completion: `rest` if the completion could fill the whole sequence, else `new`."""
     return "rest" if isinstance(total, int) and new >= total else new
 
 

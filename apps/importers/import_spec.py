@@ -48,8 +48,8 @@ def import_spec(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write a spec from FILE: a recipe or script of TRL, a YAML of NeMo RL, a YAML or a script with overrides of verl,
-    a TOML of prime-rl.
+    """Write a spec from FILE: a recipe or script of TRL, a YAML of NeMo RL, a YAML of verl or a script with verl's
+    overrides, a TOML of prime-rl.
 
     A Python script is parsed, never run. Overrides are Paceline's keys; they complete or change the spec.
     """
@@ -221,7 +221,8 @@ def _toml(path: Path) -> dict[str, Any]:
 def _with_files(
     path: Path, key: str, read: Callable[[Path], dict[str, Any]], files_left: int = MAX_DEFAULTS
 ) -> dict[str, Any]:
-    """Return the tree of a file. Its `key` (`defaults` or `toml_files`) names files whose trees are laid under it."""
+    """Return the tree of a file. Its `key` (`defaults` or `toml_files`) names files with the values that the tree
+    lacks."""
     tree = read(path)
     below: dict[str, Any] = {}
     for name in listed(tree.pop(key, None)):

@@ -40,8 +40,8 @@ MEGATRON = "policy.megatron_cfg."
 
 
 def convert(settings: dict[str, Any], *, algorithm: str = "", folder: Path = Path()) -> Conversion:
-    """Return the conversion of NeMo RL's settings by dotted name; prompt files are below `folder` or a folder above.
-    Raises SpecError for a training that Paceline does not have."""
+    """Return the conversion of NeMo RL's settings by dotted name; prompt files are below `folder` or below a folder
+    above it. Raises SpecError for a training that Paceline does not have."""
     settings = {name: plain(value) for name, value in _as_grpo(settings).items()}
     done = Conversion("nemo_rl", settings, algorithm or _algorithm(settings))
     _refuse(settings)
@@ -92,7 +92,7 @@ def _refuse(settings: dict[str, Any]) -> None:
     if settings.get("teachers"):
         raise SpecError(
             "teachers: distillation has one teacher (distillation.teacher_model_name) with the student's tokenizer, "
-            "not several teachers, and no other tokenizers"
+            "and several teachers, or another tokenizer, are not supported"
         )
 
 
@@ -219,7 +219,8 @@ def _data_sets(done: Conversion, which: str) -> list[dict[str, Any]]:
 
 
 def _put_data(done: Conversion, which: str, sets: list[dict[str, Any]]) -> DataSet | None:
-    """Set `data.train` or `data.validation` if the data sets can be read as one, else add a note; return the known one."""
+    """Set `data.train` or `data.validation` if the data sets can be read as one, and return it if it is known; else add
+    a note."""
     known = [DATA.get(str(each.get("dataset_name")).lower()) for each in sets]
     pairs = list(zip(sets, known, strict=True))
     paths = [each.get("data_path") or (found.hub if found else None) for each, found in pairs]
@@ -256,7 +257,7 @@ def _put_data(done: Conversion, which: str, sets: list[dict[str, Any]]) -> DataS
 
 
 def _prompts(done: Conversion, folder: Path, first: dict[str, Any], column: str) -> None:
-    """Carry over the files of the prompt and of the system message, with `{}` as the prompt's column."""
+    """Carry over the texts of the files for prompt and system message; `{}` in the prompt becomes `{column}`."""
     for name, key in (("prompt_file", "data.prompt_template"), ("system_prompt_file", "data.system_prompt")):
         given = first.get(name) or done.take(f"data.default.{name}")
         if given is None:
@@ -270,7 +271,8 @@ def _prompts(done: Conversion, folder: Path, first: dict[str, Any], column: str)
 
 
 def _with_column(text: str, column: str) -> str:
-    """Return a text for `str.format` with the column's name in its field, and plain braces for doubled ones."""
+    """Return a text for `str.format` with the column's name in its field, and with a plain brace for each doubled
+    brace."""
     parts = string.Formatter().parse(text)
     return "".join(literal + (f"{{{column}}}" if field is not None else "") for literal, field, *_ in parts)
 
@@ -325,7 +327,7 @@ def _engine(done: Conversion) -> None:
 
 
 def _engine_arguments(done: Conversion) -> None:
-    """Convert vllm_kwargs: those with a key become it, and those that no run may set are left out."""
+    """Convert vllm_kwargs: an argument with a key sets this key; one that no run may set is left out."""
     kwargs = done.settings.get("policy.generation.vllm_kwargs")
     if not isinstance(kwargs, dict):
         return

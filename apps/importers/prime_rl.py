@@ -1,4 +1,4 @@
-"""Converts prime-rl: a TOML file for trainer, orchestrator and inference or one of them, with `toml_files` below it.
+"""Converts prime-rl: a TOML file for trainer, orchestrator and inference, or for one of them, with its `toml_files`.
 
 prime-rl's batch_size counts completions of a step; ours counts prompts.
 """
@@ -87,7 +87,7 @@ def _examples(done: Conversion) -> None:
 
 
 def _objective(done: Conversion) -> None:
-    """Set the algorithm and the loss. Raises SpecError for those without a counterpart."""
+    """Set the algorithm and the loss. Raises SpecError if one of them has no counterpart."""
     teacher = done.take("orchestrator.algo.teacher.name")
     algorithms = [_mapping(each.get("algo")) for each in _tables(done.settings.get(SOURCES))]
     kinds = {

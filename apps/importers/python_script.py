@@ -1,8 +1,8 @@
 """Reads the settings of a TRL script from its syntax tree, without running it.
 
 Literals, and names with one literal value in the script, become values; any other expression is reported as its text. A
-script that parses its command line (TrlParser) gets its settings from the command that is given, else from the first in
-its docstring.
+script that parses its command line (TrlParser) gets its settings from the command that is given, else from the first
+command in its docstring.
 
 The script's reward functions become a file with the definitions, constants and imports that they use. Promise: the file
 imports nothing else, so a reward worker can load it without the training library.
@@ -83,7 +83,7 @@ def _first_command(text: str) -> list[str]:
 
 
 def _known(settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings whose values do not depend on a run of the script, and a note for each other one."""
+    """Return the settings whose values do not depend on a run of the script, and a note for each other setting."""
     unknown = {name: shell.unresolved(str(value)) for name, value in settings.items()}
     notes = [
         f"{name} is {settings[name]}, and only a run of the script knows {found}; set it by hand"
@@ -114,7 +114,7 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 
 def read_script(path: Path, command: str = "") -> Script:
-    """Return the settings of a script, run with `command`. Raises SpecError if it is not Python, or has no
+    """Return the settings that a script would have if `command` ran it. Raises SpecError if it is not Python, or has no
     configuration of TRL that has a counterpart."""
     if path.stat().st_size > MAX_BYTES:
         raise SpecError(f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration")

@@ -1,7 +1,7 @@
 """Reads the commands of a shell script without running it: quotes, comments, continued lines, variables and arrays.
 
-Assignments, `export`, `declare` and `local` set variables, and `${NAME:-default}` takes its default if the script sets
-none. An expansion that only a run would know (`$(command)`, `$1`) stays as written, as do `$HOME` and `$PWD`.
+Assignments, `export`, `declare` and `local` set variables, and `${NAME:-default}` takes its default if the script does
+not set NAME. An expansion that only a run would know (`$(command)`, `$1`) stays as written, as do `$HOME` and `$PWD`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARITHMETIC = {
 }
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 KEPT = ("HOME", "PWD")
-"""Variables that mean the same to whoever reads the spec."""
+"""Variables that have the same meaning for all readers of the spec."""
 NEWLINE = "\n"
 """Separator of commands among the words."""
 MAX_VALUE = 1 << 16
@@ -115,8 +115,8 @@ class _Scanner:
         return len(self._text) if end < 0 else end
 
     def _set(self, name: str, values: list[str]) -> None:
-        """Set a variable; one that two branches set to different values is known only to a run. Of a value that branches
-        lengthen, the beginning stays."""
+        """Set a variable. If two branches set it to different values, only a run knows the value; if a branch appends
+        to it, the value before stays as the beginning."""
         before = self._variables.get(name) or [""]
         is_doubtful = self._branches > 0 and before != [""] and before != values
         if sum(map(len, values)) > MAX_VALUE:

@@ -21,7 +21,7 @@ BUILT_IN = {
         "kwargs": {"pattern": r"(?s)<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>"},
     },
 }
-"""Paceline's reward function, with its arguments, for each of TRL's, and for open-r1's short names."""
+"""Maps each reward function of TRL, and each short name of open-r1, to Paceline's function with its arguments."""
 OPEN_R1 = (
     "reasoning_steps", "cosine", "repetition_penalty", "length", "code", "binary_code", "ioi_code", "cf_code",
     "code_format", "tag_count", "soft_overlong_punishment", "weighted_binary_code",
@@ -41,7 +41,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "RewardConfig": {"learning_rate": 1e-4, "max_length": 1024, "center_rewards_coefficient": 0.0},
 }
 """Maps each configuration class of TRL f2cd577 (July 2026) to its defaults that differ from Paceline's, and "" to those
-of all classes; they are written even if the configuration leaves them out."""
+of all classes. These defaults are written even if the configuration leaves them out."""
 CLASSES = {
     "GRPOConfig": "grpo", "RLOOConfig": "grpo", "AsyncGRPOConfig": "grpo", "SFTConfig": "sft", "DPOConfig": "dpo",
     "KTOConfig": "kto", "ORPOConfig": "orpo", "RewardConfig": "rm",
@@ -223,7 +223,8 @@ def _objective(done: Conversion, config: str) -> None:
 
 
 def _engine_correction(done: Conversion) -> None:
-    """Set the weight that corrects for the engine. TRL has it with vLLM alone; sampling ahead of training needs one."""
+    """Set the weight that corrects for the engine. TRL has this weight only with vLLM. Without vLLM the spec's default
+    stays, because sampling ahead of training needs a weight."""
     section = "loss_fn.truncated_importance_sampling"
     kind, low = done.take("vllm_importance_sampling_mode"), done.take("vllm_importance_sampling_clip_min")
     names = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")

@@ -38,7 +38,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """Values of verl/trainer/config (ppo_trainer.yaml, sft_trainer.yaml) at b178a3c, January 2026, that differ from
-Paceline's; they are written even if the configuration leaves them out."""
+Paceline's. These values are written even if the configuration leaves them out."""
 EPOCHS = {"grpo": 30, "sft": 4}
 """verl's trainer.total_epochs, if trainer.total_training_steps is not set."""
 WHOLE = ("data.video_key", "actor_rollout_ref.hybrid_engine")

@@ -77,8 +77,8 @@ def main(
     directory: Path,
     ready_file: Path | None,
 ) -> None:
-    """Serve the exported model of a run (its id or its folder), a model folder or its URL, or a registered model
-    (NAME:VERSION, NAME@ALIAS) with the OpenAI API.
+    """Serve a model with the OpenAI API: the exported model of a run (its id or its folder), a model folder or its URL,
+    or a registered model (NAME:VERSION, NAME@ALIAS).
 
     Nothing trains beside it, so clients such as evaluation harnesses get the whole engine. A registered model's files
     and signature are verified first, with --public-key; so is a folder from `paceline models fetch`, if a key is given.

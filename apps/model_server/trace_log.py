@@ -1,4 +1,5 @@
-"""Writes traces of a served model: every answered request, and again those that got feedback, as rows for training.
+"""Writes traces of a served model: every answered request, and each request with feedback once more, as rows for
+training.
 
     requests-000001.jsonl   every choice that was sent, with `final_reward` null
     rated-000001.jsonl      the whole row again, with its score as `final_reward`
@@ -6,9 +7,9 @@
 With a storage key each row is encrypted (`paceline/files/line_file.py`), and readers need the same key.
 
 Promise: the folder stays below its size limit; the oldest files are removed. A request is written before its answer is
-sent, feedback before it is confirmed; both survive the end of the process, not a power cut. Feedback counts
-once: the same score again changes nothing, another score is refused. Files and lines of another kind in the folder are
-left out with a warning. One thread writes; only requests under way, a bounded number, wait for it.
+sent, and feedback before it is confirmed. Both survive the end of the process, but not a power cut. Feedback counts
+once: the same score again changes nothing, and another score is refused. Files and lines of another kind in the folder
+are left out with a warning. One thread writes; only requests under way, a bounded number, wait for it.
 """
 
 from __future__ import annotations
@@ -75,14 +76,15 @@ class TraceLog:
         self._read_earlier()
 
     async def record(self, answer_id: str, rows: Sequence[Json]) -> None:
-        """A disk error loses the traces, not the answer, and is logged."""
+        """Write the choices of an answer. A disk error is logged and loses these traces, but never the answer."""
         try:
             await self._run(lambda: self._record(answer_id, rows))
         except OSError as error:
             seldom.warning("traces", "requests cannot be written to %s: %s", self._folder, error)
 
     async def rate(self, feedback: FeedbackAsk) -> Json:
-        """`duplicate` in the answer is true if the same feedback was recorded before."""
+        """Record feedback and return the answer to it, whose `duplicate` is true if the same feedback was recorded
+        before."""
         try:
             is_duplicate = await self._run(lambda: self._rate(feedback))
         except OSError as error:
@@ -179,7 +181,7 @@ class TraceLog:
 
     def _read(self, choice: _Choice) -> Json | None:
         """Return the row of a choice; None if its file is gone, was changed or may not be read. Raises OSError for a
-        fault that may end."""
+        temporary fault."""
         try:
             with LineReader(choice.file, self._key) as file:
                 line = file.read_at(choice.offset)
@@ -226,7 +228,7 @@ class TraceLog:
 
 
 def _lines(file: LineReader) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset of each line and the line; an encrypted line that is damaged is empty."""
+    """Yield the offset of each line and the line; a damaged encrypted line is yielded as empty."""
     for start, _, stored in file.stored():
         try:
             yield start, file.opened(stored, start)

@@ -1,8 +1,8 @@
 """Splits a number of GPUs between learner and engines, and estimates the resulting step. Pure.
 
-Every split is tried: as many learner ranks as the memory plan has room for, and engines on the other GPUs. With η > 0
-generation and training overlap, so a step takes the longer of the two; with η = 0, or if both share one GPU, it takes
-their sum. The split with the shortest step wins; among equals, the one with fewer ranks.
+Each number of learner ranks that the memory plan has room for is tried, with engines on the other GPUs. With η > 0
+generation and training overlap, so a step takes the longer of the two; with η = 0, or if learner and engine share one
+GPU, it takes their sum. The split with the shortest step wins; among equal splits, the one with fewer ranks wins.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from paceline.models.shape import ModelShape
 from paceline.spec import RunSpec
 
 RECOMPUTED = {"full": 1.0, "selective": 0.1}
-"""Share of the forward pass that checkpointing computes again; selective: attention and activations only."""
+"""Share of the forward pass that checkpointing computes again; `selective` computes only attention and activations
+again."""
 
 SEQUENCES_OF_ENGINE = 1_024
 """Largest number of sequences that one vLLM engine runs at a time, even if its cache has room for more."""
 
 SPLIT_SHARE = 0.85
-"""Assumed speed of each GPU of an engine with several, as a share of a single GPU's. Unmeasured."""
+"""Assumed speed of each GPU of an engine with several GPUs, as a share of a single GPU's speed. Unmeasured."""
 
 TOKEN_BYTES = 12
 """Number of bytes of a token that passes through the coordinator: its id, log-probability and text."""
@@ -156,7 +157,7 @@ def plan_capacity(
 
 
 def splits(spec: RunSpec, processor: Processor, number: int) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield learner ranks, engines, GPUs of an engine and whether they share GPUs; fewer ranks come first."""
+    """Yield (learner ranks, engines, GPUs of an engine, whether learner and engine share a GPU), fewer ranks first."""
     if not spec.samples:
         yield number, 0, 0, False
         return

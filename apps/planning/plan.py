@@ -55,9 +55,9 @@ def plan(
 ) -> None:
     """Estimate SPEC's memory on each device; exit status 1 if it does not fit, with the keys that make it fit.
 
-    With --gpus also the split of GPUs between learner and engines, the time and cost of a step, and what limits the
-    run. Without it, set the size of GPUs that are not here with cluster.gpu_gb=80. Only the model's config.json is
-    read.
+    With --gpus, also estimate the split of GPUs between learner and engines, the time and cost of a step, and what
+    limits the run. Without --gpus, set the memory of GPUs that are not here with cluster.gpu_gb=80. Only the model's
+    config.json is read.
     """
     from paceline.models.memory_plan import plan as plan_of
     from paceline.models.memory_plan import planned, refusal
@@ -110,7 +110,7 @@ def _print_plan(spec: RunSpec, made: Plan, chosen: list[str], why_not: str) -> N
     if why_not:
         click.echo(f"does not fit: {why_not}")
     elif unknown:
-        click.echo(f"not compared: the memory of {unknown[0]} is unknown; set cluster.gpu_gb")
+        click.echo(f"not compared with the memory of {unknown[0]}, which is unknown; set cluster.gpu_gb")
     else:
         click.echo('fits, by an estimate (docs/operate/performance.md, "Memory plan")')
 
@@ -134,7 +134,7 @@ def _plan_for(
     completion_tokens: float | None,
     as_json: bool,
 ) -> None:
-    """Print the plan for GPUs that may be elsewhere. Raises SpecError if the run does not fit on them."""
+    """Print the plan for GPUs that may be on other machines. Raises SpecError if the run does not fit on them."""
     from paceline.apps.planning.capacity import plan_capacity
     from paceline.apps.planning.processors import read_gpus
 

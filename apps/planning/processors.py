@@ -1,7 +1,8 @@
 """Describes processors by name: memory, and rates that they reach in generation and training. Pure.
 
-Peaks are from NVIDIA's data sheets (dense bfloat16, without sparsity). The share of a peak that this code reaches has
-the place and date of its measurement; GPUs are unmeasured: theirs are usual values of well-tuned software.
+Peaks are from NVIDIA's data sheets (dense bfloat16, without sparsity). The share of a peak that this code reaches is
+given with the place and date of its measurement. The shares of GPUs are not measured: they are usual values of
+well-tuned software.
 
 Seconds follow a roofline, with overheads by their number:
 seconds = max(operations / flops_per_s, bytes / bytes_per_s) + Σ number × seconds each
@@ -92,7 +93,7 @@ class Work:
     """The batch of a step, with mean lengths."""
 
     groups: int
-    """Number of groups; for a run on examples, of examples."""
+    """Number of groups, or of examples for a run on examples."""
     completions: int
     prompt_tokens: float
     completion_tokens: float

@@ -157,7 +157,8 @@ def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -
 
 @contextlib.contextmanager
 def verified_model(model: str, directory: Path, public_key: Path | None, *, required: bool) -> Iterator[str]:
-    """Yield the model to serve: for NAME:VERSION and NAME@ALIAS the verified folder, for any other text this text.
+    """Yield the model to serve: for NAME:VERSION and NAME@ALIAS the verified folder, for any other text the text
+    itself.
 
     A fetched folder is verified too if a key is given; with `required`, a model without a signature is refused. Raises
     UsageError for a registered model without a key, DataError naming the file that differs, or NotFound.
@@ -192,7 +193,8 @@ def _check_fetched(folder: Folder, public_key: Path) -> None:
 
     if folder.local is None:
         raise click.UsageError(
-            f"--public-key verifies files on this machine, and {folder} is elsewhere; fetch the model with `paceline models fetch "
+            f"--public-key verifies files on this machine, and {folder} is not on this machine; fetch "
+            "the model with `paceline models fetch "
             "--verify` and serve that folder"
         )
     verify_folder(folder.local, public_key)

@@ -72,7 +72,7 @@ class Sources:
 def make_folder(
     into: Path, sources: Sources, name: str, version: int, lineage: Lineage, parent: str, key: Path
 ) -> Contents:
-    """Fill the empty folder `into` and sign it. Raises NotFound, DataError if evaluations or verdicts are of other
+    """Fill the empty folder `into` and sign it. Raises NotFound, DataError if evaluations or verdicts belong to other
     files, Conflict if the export is itself a registered folder."""
     export = _copy_export(sources.export, into)
     earlier = (into / CARD).read_text(errors="replace") if CARD in export else ""
@@ -94,9 +94,10 @@ def make_folder(
 
 
 def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
-    """Return the contents of a registered folder. Raises DataError, which names the file, unless every file matches the
-    statement, the evaluations and verdicts are of these files and, with a key, the signature is valid. Raises
-    InvalidInput without the package for signatures or for an invalid key, NotFound without a key file."""
+    """Return the contents of a registered folder. Raises DataError, which names the file, if a file differs from the
+    statement, if evaluations or verdicts belong to other files, or if a key is given and the signature is invalid.
+    Raises InvalidInput if the package for signatures is missing or the key is invalid, and NotFound if there is no key
+    file."""
     if not (folder / STATEMENT).is_file():
         raise DataError(f"{folder.name} has no {STATEMENT}, so it is not a registered model")
     statement = read_statement((folder / STATEMENT).read_bytes())
@@ -121,8 +122,8 @@ def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
 
 
 def copy_folder(source: Folder, into: Path) -> None:
-    """Copy all files of a folder or URL into a local folder. Raises NotFound without files, DataError for unreadable
-    ones."""
+    """Copy all files of a folder or URL into a local folder. Raises NotFound if there are no files, DataError if one is
+    unreadable."""
     names = source.files() if source.exists() else {}
     if not names:
         raise NotFound(f"{source} has no files: the model's folder was removed, or this machine cannot reach it")

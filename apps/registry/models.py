@@ -71,7 +71,7 @@ def show(model: str, directory: Path, coordinator: str | None, as_json: bool) ->
 @source_options
 @json_option
 def promote(model: str, alias: str, override: str, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Point an alias to a version that passed its gate. Exit status 1 if it did not pass, without --override."""
+    """Point an alias to a version that passed its gate. Exit status 1 if it did not pass and there is no --override."""
     reference = read_reference(model)
     if not reference.version:
         raise click.UsageError(f"{model!r} names no version; write NAME:VERSION")
@@ -87,7 +87,7 @@ def promote(model: str, alias: str, override: str, directory: Path, coordinator:
 @source_options
 @json_option
 def rollback(name: str, alias: str, reason: str, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Point an alias to its previous version again. The version that it leaves becomes rolled_back."""
+    """Point an alias to its previous version again. The version that the alias leaves becomes rolled_back."""
     reference = Reference(read_reference(name).name, alias=alias)
     with changing_models_of(directory, coordinator) as source:
         holder = source.show(reference).model

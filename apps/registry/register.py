@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
 """Errors after which the version is certainly not recorded. After any other error its files stay."""
 NAMELESS = (
-    "these files name no run: they were converted after their export, or come from elsewhere; their lineage rests on "
-    "--run and --step alone"
+    "these files name no run: they were converted after their export, or Paceline did not export them; their lineage "
+    "rests on --run and --step alone"
 )
 
 
@@ -212,6 +212,6 @@ def lineage_of(
 
 def _spec_digests(run_id: str, spec_yaml: str) -> set[str]:
     """Return the digests that an export of the run may name: of the recorded spec, and of the text that workers got
-    instead because this version does not know one of its keys."""
+    instead if this version does not know one of the spec's keys."""
     given = spec_to_yaml(spec_of_run(run_id, spec_yaml)[0])
     return {hashlib.sha256(text.encode()).hexdigest() for text in (spec_yaml, given)}

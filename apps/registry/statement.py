@@ -120,8 +120,8 @@ def make_key(path: Path) -> Path:
 
 
 def sign(folder: Path, private_key: Path) -> None:
-    """Sign all files of a folder. Raises InvalidInput without the package or for an invalid key, NotFound without a
-    key."""
+    """Sign all files of a folder. Raises InvalidInput if the package is missing or the key is invalid, NotFound if
+    there is no key file."""
     signing, _, hashing = _packages()
     _check_file(private_key, "--signing-key")
     try:
@@ -135,8 +135,8 @@ def sign(folder: Path, private_key: Path) -> None:
 
 
 def verify(folder: Path, public_key: Path) -> None:
-    """Verify that the folder is as the key's owner signed it. Raises DataError if it is not, InvalidInput without the
-    package or for an invalid key, NotFound without a key file."""
+    """Verify that the folder is as the key's owner signed it. Raises DataError if it is not, InvalidInput if the
+    package is missing or the key is invalid, and NotFound if there is no key file."""
     _, verifying, hashing = _packages()
     _check_file(public_key, "--public-key")
     if not (folder / SIGNATURE).is_file():

@@ -83,7 +83,7 @@ def _divided(words: tuple[str, ...], directory: Path, coordinator: str | None) -
 
 
 SHOWN = 6
-"""Number of the last step's best, and of its worst, completions that are shown."""
+"""Number of best completions of the last step that are shown, and number of worst completions."""
 
 MAX_TEXT = 20_000
 WARNINGS = 200

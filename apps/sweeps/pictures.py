@@ -73,7 +73,7 @@ def report(sweep: Sweep, trials: Sequence[Ended], shares: dict[str, float], best
     figures += [_parallel(sweep, ended, names)] if ended else []
     figures += [_courses(sweep, trials)] if any(each.course for each in trials) else []
     importance = [[key, f"{share:.0%}"] for key, share in shares.items()]
-    title = "Importance: share of each key in the difference between the best trials and the others"
+    title = "Importance: share of each key in the difference between the best trials and the other trials"
     blocks: list[Block] = [*_head(sweep, trials, best), ["charts", figures]]
     blocks += [["heading", 2, title], ["table", title, ["key", "share"], importance]] if importance else []
     return page(f"Sweep {sweep.name}", [*blocks, ["heading", 2, "Trials"], _table(sweep, trials)])
@@ -106,7 +106,8 @@ def _history(sweep: Sweep, ended: Sequence[Ended], names: Sequence[str]) -> Figu
 
 
 def _slice(sweep: Sweep, key: str, ended: Sequence[Ended], names: Sequence[str]) -> Figure:
-    """Return the value of each trial over a key. Trials with equal key values need different lines (one point per x)."""
+    """Return the value of each trial over a key. Trials with the same value of the key are put on separate lines,
+    because a line has one point per x."""
     part = sweep.search[key]
     layers: list[list[tuple[Point, str]]] = []
     for each, name in zip(ended, names, strict=True):

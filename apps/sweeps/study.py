@@ -2,7 +2,7 @@
 
 Promise: no reported outcome is lost, even if the process is killed at any point. A trial is recorded before its run is
 submitted, and its run's name follows from the study and the trial's number; a process that resumes therefore finds the
-run of an open trial, or knows that there is none. Only this module and `pictures` import Optuna.
+run of an open trial, or knows that this run does not exist. Only this module and `pictures` import Optuna.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class SweepStudy:
     """The trials of one sweep, in `journal.log` of a folder. The caller makes sure that one process at a time writes."""
 
     def __init__(self, folder: Path, sweep: Sweep, *, read_only: bool = False):
-        """Open the study of `folder`, or begin it; `read_only` only opens it, beside a process that writes. Raises
-        Conflict if the study has another search, NotFound without a study to read, PacelineError without Optuna."""
+        """Open the study of `folder`, or begin it. With `read_only` the study is only opened; another process may write
+        to it. Raises Conflict if the study has another search, NotFound without a study to read, PacelineError without
+        Optuna."""
         _check_optuna()
         import optuna
 
@@ -72,8 +73,8 @@ class SweepStudy:
         return len([each for each in self.study.get_trials(deepcopy=False) if each.state.name in ENDED])
 
     def ask(self) -> Trial:
-        # Each process starts the sampler's numbers anew; seeding with the number of trials avoids drawing the same
-        # ones.
+        # Each process seeds the sampler again. A seed that depends on the number of trials keeps it from drawing the
+        # same values again.
         self.study.sampler = self._sampler()
         return self._trial(self.study.ask()._trial_id)
 

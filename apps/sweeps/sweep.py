@@ -1,8 +1,8 @@
 """`paceline sweep SPEC SWEEP.yaml`: search over keys of a spec, by runs on a coordinator or on services started here.
 
-Promise: a trial has one run. Its name is recorded before it is submitted, so a process that resumes after it was killed
-searches for that name, follows the run if it exists, and submits it otherwise. A pruned trial's run is cancelled; a run
-that fails, or pauses because of a fault, makes its trial failed, and the sweep goes on.
+Promise: a trial has one run. The run's name is recorded before the run is submitted. A process that resumes the sweep
+after a kill searches for this name, follows the run if it exists, and submits it otherwise. A pruned trial's run is
+cancelled; a run that fails, or pauses because of a fault, makes its trial failed, and the sweep goes on.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Trials:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def _is_stuck(self, run_id: str, event: Event) -> bool:
-        """Return whether a fault paused a run; a person's pause (no message) and one that is retried do not count."""
+        """Return whether a fault paused a run; a person's pause (no message) and a retried pause do not count."""
         if event.content.get("retried"):
             return False
         facts = render.run_facts(self._coordinator.get(run_id))

@@ -1,7 +1,7 @@
 """Reads a sweep's file: which keys of a spec to vary, their bounds, and the metric.
 
-Promise: a key that the spec does not have, a bound that it refuses, or a metric that no trial would get is reported
-with the value and the remedy before anything runs.
+Promise: before anything runs, a key that the spec does not have, a bound that the spec refuses, or a metric that no
+trial would get is reported, with the value and the remedy.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Sweep(_Part):
 
     @property
     def space(self) -> str:
-        """Return what must be equal for a study to be resumed, as JSON: all but the number of trials."""
+        """Return, as JSON, the settings that a resumed study must have unchanged: all but the number of trials."""
         return json.dumps(self.model_dump(mode="json", exclude={"trials", "name"}), sort_keys=True)
 
 

@@ -43,7 +43,7 @@ class ConversionReport:
 
 
 class Scores:
-    """Scores of responses by the id of the span or of the response; of several with one name the last counts."""
+    """Scores of responses by the id of the span or of the response; of several scores with one name the last counts."""
 
     def __init__(self, scores: Iterable[Score], names: Sequence[str]) -> None:
         """`names` choose evaluations, whose values are added up; default: the only evaluation. Raises DataError."""

@@ -1,8 +1,8 @@
 """`paceline traces`: write a run's completions as a file to train on, make preference pairs (each good completion of a
 prompt with each bad one), and compare two models in use by the feedback on their answers.
 
-Promise: prompts are split into training and held-out ones before pairing, by a hash of the prompt, so that no prompt is
-in both; every trace is counted as used or with the reason for leaving it out.
+Promise: prompts are split into training prompts and held-out prompts before pairing, by a hash of the prompt, so that
+no prompt is in both sets; every trace is counted as used or with the reason for leaving it out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compare(
 ) -> None:
     """Compare the rewards of two models' traces. Exit status: 0 promote the candidate, 1 roll back, 2 hold.
 
-    Each is a folder of `paceline serve model --traces`, or a file, glob or URL of traces with `final_reward`.
+    Each argument is a folder of `paceline serve model --traces`, or a file, glob or URL of traces with `final_reward`.
     """
     from paceline.apps.evaluation.gate import Bounds
     from paceline.apps.evaluation.gate import compare as compared
@@ -108,7 +108,7 @@ def _num_lines(path: Path) -> int:
 @click.group()
 def traces() -> None:
     """Write a run's samples as traces (traces export RUN FILE), convert other formats, make preference pairs of traces,
-    or compare those of two models."""
+    or compare the traces of two models."""
 
 
 traces.add_command(compare)
@@ -223,7 +223,9 @@ def pairs(
     from paceline.files.whole_file import written_whole
 
     if rejected > chosen:
-        raise click.UsageError(f"--rejected {rejected:g} is above --chosen {chosen:g}; a trace would be both")
+        raise click.UsageError(
+            f"--rejected {rejected:g} is above --chosen {chosen:g}, so a trace could be both; lower --rejected"
+        )
     keys = TraceKeys(prompt_key, completion_key, reward_keys)
     rules = PairRules(chosen, rejected, max_pairs_per_prompt, held_out[0] if held_out else 0.0)
     rows, report = open_rows(file, "train", "FILE", lambda row: _check(read_trace(row, keys))), PairReport()

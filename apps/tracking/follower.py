@@ -118,7 +118,7 @@ class Follower:
                         return
                 except (NotFound, Conflict, InvalidInput):
                     raise
-                except Exception as error:  # of any library, the network or the coordinator: all of it may pass
+                except Exception as error:  # an error of any library, the network or the coordinator may be temporary
                     text = f"{type(error).__name__}: {error}"[:500]
                     seldom.warning(name, "%s: sending to %s failed: %s; trying again", self._target.run_id, name, text)
                 if self.sent > before:

@@ -13,7 +13,7 @@ PREFIXES = {"step": "train", "evaluation": "eval"}
 
 
 class Name(NamedTuple):
-    """The names of one metric; `<x>` is the same text in all of them, an empty name a metric that the library lacks."""
+    """The names of one metric; `<x>` is the same text in all names. A name is empty if the library lacks the metric."""
 
     kind: str
     ours: str

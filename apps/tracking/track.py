@@ -121,8 +121,9 @@ class _SourceOpener:
 def _settings(
     source: Source, run_id: str, kinds: tuple[str, ...], changes: Mapping[str, str | int]
 ) -> dict[str, Setting]:
-    """Return the settings of trackers and webhooks by name. If the command names some, only these are used, with the
-    spec's settings of their kind; else all of the spec are used. Raises NotFound, InvalidInput."""
+    """Return the settings of trackers and webhooks by name. If the command names trackers, only these are used, with
+    the spec's settings for their kinds; else all trackers and webhooks of the spec are used. Raises NotFound,
+    InvalidInput."""
     spec, _ = spec_of_run(run_id, source.records.spec_yaml(run_id))
     in_spec = named(spec.logger)
     trackers = {tracker.kind: tracker.model_dump() for tracker in spec.logger.trackers}

@@ -1,4 +1,4 @@
-"""Defines the interface between the records of a run and a tracker: entries from recorded events, and its methods.
+"""Defines the interface between a run's records and a tracker: entries from recorded events, and a tracker's methods.
 
 A tracker gets the entries of a run in order, each with the sequence number of the run's event. `position` returns the
 last number that the tracker has, and a repeated `log` or `alert` of the same entry changes nothing.
@@ -55,13 +55,14 @@ class TrackedRun(NamedTuple):
 
 class Tracker:
     """One run at one tracker. Methods raise Refused for an entry that can never be sent, and any other exception while
-    the tracker cannot be reached; the caller then opens it again. Entries of an unsupported kind are skipped."""
+    the tracker cannot be reached; the caller then opens the tracker again. Entries of an unsupported kind are
+    skipped."""
 
     url = ""
     """URL of the run for people; empty if unknown."""
 
     def position(self) -> int | None:
-        """Return the number up to which the tracker has all entries; None if unknown, so that the cursor counts."""
+        """Return the number up to which the tracker has all entries; None if unknown; then the cursor counts."""
         return None
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:

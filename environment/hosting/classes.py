@@ -1,8 +1,9 @@
 """Loads a user's environment class and tools, and finds out what they offer, in the process of the user code.
 
-Two contracts are supported. TRL's: `reset(**columns)`, public methods as tools, `get_reward()`. And classes with
-`step(text) -> (observation, reward, done)`: the parameter of `step` is called `text` or `action`, and `step` is not
-annotated to return text, because a class of TRL may have a tool called `step`.
+Two contracts are supported. A class of TRL's contract has `reset(**columns)`, public methods as tools, and
+`get_reward()`. A class of the other contract has `step(text) -> (observation, reward, done)`: the parameter of `step`
+is called `text` or `action`, and `step` is not annotated to return text, because a class of TRL may have a tool called
+`step`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class NoEnvironment:
 
 
 def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by name. Raises Unreadable, and InvalidInput, also for a tool whose name is taken."""
+    """Return the functions by name. Raises Unreadable and InvalidInput; InvalidInput also if the name of a tool is
+    taken."""
     tools: dict[str, Callable[..., Any]] = {}
     taken = {tool["function"]["name"] for each in facts for tool in each.tools}
     for index, each in enumerate(named):
@@ -130,7 +132,8 @@ def schema_of(tool: Callable[..., Any], what: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_torch(module: Any) -> Iterator[None]:
-    """Make a schema without torch unless user code has imported it: an import takes seconds and hundreds of MB."""
+    """Let schemas be made without torch, unless user code has imported it: importing torch takes seconds and hundreds
+    of MB."""
     available = module.is_torch_available
     if "torch" not in sys.modules:
         module.is_torch_available = lambda: False

@@ -36,8 +36,8 @@ async def run_command(
     command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, memory_mb: int, folder: str = ""
 ) -> float | None:
     """Return the reward that a command in `folder` printed as its last line; None if that is not a number. The command
-    ends if this call is cancelled. Raises EnvironmentFailed, EnvironmentLost if this host has no resources for it,
-    InvalidInput for a column that the row does not have."""
+    ends if this call is cancelled. Raises EnvironmentFailed; EnvironmentLost if this host lacks the resources to start
+    the command; InvalidInput if the command names a column that the row does not have."""
     argv = [_filled(argument, row) for argument in command]
     is_folder = bool(folder) and await asyncio.to_thread(os.path.isdir, folder)
     try:
@@ -92,8 +92,8 @@ async def _output_of(
 
 
 class _Output:
-    """Reads one pipe of a command and keeps the last bytes. asyncio's `wait` would also wait for every process that
-    holds one of asyncio's own pipes."""
+    """Reads one pipe of a command and keeps the last bytes. The pipe is not asyncio's: asyncio's `wait` would also wait
+    for every other process that holds the pipe."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -120,7 +120,7 @@ class _Output:
 
     async def text(self) -> str:
         """Return what was written, after all writers have closed the pipe. A process that has left the command's group
-        may keep it open, so the wait is short."""
+        may keep the pipe open, so the wait is short."""
         await asyncio.wait((self._reading,), timeout=left_over.HELD_S)
         return self._kept.decode(errors="replace")
 

@@ -18,7 +18,7 @@ def main() -> None:
     """Become the command argv[5:], with argv[3] MiB of memory, in the box argv[4]; die with process argv[2].
 
     The limit is on each process's writable private memory (RLIMIT_DATA), not its address space, because runtimes such
-    as those of JavaScript and Go reserve far more of it than they use.
+    as those of JavaScript and Go reserve far more address space than they use.
     """
     parent, memory_mb, argv = int(sys.argv[2]), int(sys.argv[3]), sys.argv[5:]
     die_with_parent(parent, signal.SIGKILL)

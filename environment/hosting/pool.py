@@ -1,8 +1,8 @@
 """Runs the user code of a run in processes and limits each call.
 
 Promises: user code that raises, hangs, forks, exhausts memory or returns nonsense fails its own episode, with a message
-about the cause. Other episodes of the process continue, or are `EnvironmentLost` if it has ended. Waiting for a lane or
-a process does not count against a call's limit.
+about the cause. Other episodes of the process continue, or are `EnvironmentLost` if the process has ended. Waiting for
+a lane or a process does not count against a call's limit.
 
 A slot is one process with its episodes, started once. If one of its threads hangs, the slot is retired: it takes no
 further episodes and ends with the last one that it has. If its process dies, a new slot replaces it.
@@ -69,8 +69,8 @@ class UserCode:
         await self.close()
 
     async def start(self) -> None:
-        """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable if perhaps later),
-        Unavailable if a process was killed or took too long. After an error no process runs."""
+        """Start the processes. Raises InvalidInput if the code cannot be loaded, Unreadable if a later attempt may load
+        it, and Unavailable if a process was killed or took too long. After an error no process runs."""
         if self._state != "new":
             raise Conflict(f"the processes of the user code are {self._state}; create a new UserCode")
         self._state = "running"
@@ -96,14 +96,14 @@ class UserCode:
         return instance, text
 
     async def restore(self, name: str, state: str, time_left_s: float, deaths: SampleDeaths) -> Instance:
-        """Return a new instance of a class that has loaded the state that `save` returned. Raises EpisodeFault."""
+        """Return a new instance of a class, with the state that `save` returned. Raises EpisodeFault."""
         instance = await self._instance(name, deaths)
         await self._first(instance, {"op": "restore", "state": state}, "load", time_left_s)
         return instance
 
     async def solve(self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: SampleDeaths) -> float | None:
-        """Run the agent and return its reward. If this call is cancelled, so is a coroutine; an agent in a thread
-        continues until its process ends. Raises EnvironmentFailed, EnvironmentLost."""
+        """Run the agent and return its reward. If this call is cancelled, an agent that is a coroutine is cancelled
+        too; an agent in a thread continues until its process ends. Raises EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
         lane = slot.enter()
         message = {"op": "solve", "row": dict(row), "base_url": base_url, "api_key": api_key}
@@ -181,7 +181,7 @@ class UserCode:
         try:
             await self._start(slot)
         except (InvalidInput, Unavailable) as error:
-            # It was loaded before, so its file has changed or the host is at its limits.
+            # The code was loaded before, so its file has changed or the host is at its limits.
             raise ServiceAway(f"the process of the environment could not be started again: {error}") from None
         if self._state != "running":
             await slot.process.close()
@@ -331,7 +331,8 @@ def _died(slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths) -> Env
 
 
 PING_S = 5.0
-"""Seconds after which a process without an answer counts as hung: stopped, or user code holds the interpreter's lock."""
+"""Seconds after which a process without an answer counts as hung: it is stopped, or user code holds the interpreter's
+lock."""
 
 
 class Slot:

@@ -351,7 +351,7 @@ def step_of(result: Any) -> Step:
     if not isinstance(observation, str):
         raise InvalidValue(f"step returned the observation {short(observation)}; it must be text")
     if not isinstance(_plain(done), bool):
-        raise InvalidValue(f"step returned done as {short(done)}; it must be True or False")
+        raise InvalidValue(f"step returned {short(done)} as `done`; it must be True or False")
     return Step(observation[:MAX_TEXT_CHARS], reward_of(reward, "step"), bool(done))
 
 
@@ -378,7 +378,7 @@ def encode_state(state: Any) -> str:
         except (TypeError, ValueError) as error:
             raise InvalidValue(f"save returned {short(state)}; it must return bytes or JSON: {error}") from None
     if len(text) > MAX_STATE_BYTES:
-        raise InvalidValue(f"save returned {len(text)} bytes; at most {MAX_STATE_BYTES} are kept for a turn")
+        raise InvalidValue(f"save returned {len(text)} bytes, but at most {MAX_STATE_BYTES} are kept for a turn")
     return text
 
 

@@ -45,8 +45,8 @@ class FamilyRendering(Rendering):
     _renderers: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        """Create the renderer. Raises InvalidInput for an unknown family, arguments that it does not accept, a
-        tokenizer without its control tokens, or if the package is missing."""
+        """Create the renderer. Raises InvalidInput if the family is unknown, if it does not accept the arguments, if
+        the tokenizer lacks the family's control tokens, or if the package is missing."""
         self._renderer({})
 
     def prompt(self, conversation: Conversation) -> IntArray:
@@ -83,8 +83,9 @@ class FamilyRendering(Rendering):
         return ids[len(read) :]
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return the content, reasoning and calls of a turn. Two cases are parsed here: the package reads any JSON with
-        a name as a call of Llama 3, and strips white space in `<parameter=…>` without reading Python's literals."""
+        """Return the content, reasoning and calls of a turn. Two cases are parsed here, because the package reads any
+        JSON with a name as a call of Llama 3, and strips white space in `<parameter=…>` without reading Python's
+        literals."""
         if self.family == "llama-3":
             return read_turn(turn.text, AnswerReader("json", tools=conversation.tools))
         renderer = self._renderer(conversation.template_kwargs)

@@ -1,7 +1,8 @@
 """Defines renderings and the conversations that they convert.
 
-Promise of every rendering: the tokens of `bridge` are appended to the tokens that the model read and sampled, which do
-not change. If a rendering cannot prove that the result is the conversation, it returns None and all is rendered again.
+Promise of every rendering: the tokens of `bridge` are appended to the tokens that the model read and sampled, and those
+do not change. If a rendering cannot prove that the result is the conversation, `bridge` returns None, and the whole
+conversation is rendered again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Rendering(Protocol):
         """Return the content, reasoning and calls of a turn."""
 
     def fault_message(self, fault: str) -> Json:
-        """Return the message that reports an unreadable call to the model, a tool message or one of another role."""
+        """Return the message that reports an unreadable call to the model: a tool message, or one of another role."""
         return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
 

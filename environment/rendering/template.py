@@ -44,7 +44,8 @@ class TemplateRendering(Rendering):
     template_kwargs: Mapping[str, Any]
     """Template arguments of the spec. Arguments of a conversation take precedence."""
     calls: CallFormat | None = None
-    """Format of tool calls; None for the template's. Another format shows tools only if the template renders them."""
+    """Format of tool calls; None means the template's format. With another format the model sees the tools only if the
+    template renders them."""
     _openings: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -108,7 +109,7 @@ class TemplateRendering(Rendering):
         return conversation.tools
 
     def _written(self, messages: Sequence[Json]) -> Sequence[Json]:
-        """Return the messages with calls as text, if the template writes no calls and the spec has their format."""
+        """Return the messages. Calls become text if the template writes no calls and the spec has their format."""
         if self.calls is None or self.template.writes_calls:
             return messages
         of_results = "tool" if self.template.writes_results else "user"

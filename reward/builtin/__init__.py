@@ -1,7 +1,7 @@
 """The built-in reward functions by their names in a spec.
 
-All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`. A spec's
-`kwargs` are their keyword-only parameters, or settings that SETTINGS parses. Importing this module
+All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`. The keys of a
+spec's `kwargs` are the function's keyword-only parameters, or settings that SETTINGS parses. Importing this module
 loads no mpmath or numpy.
 """
 
@@ -54,12 +54,12 @@ SETTINGS: dict[str, Callable[[object], Any]] = {
     "judge_pairwise": judges.pair_settings,
 }
 """Maps a function with a parameter `settings` to the parser of its `kwargs`. A parser raises InvalidInput, or returns
-settings with the `columns` that the function reads; `check_submitted` and `check_host` of the settings raise if a
-run or a worker cannot use them."""
+settings with the `columns` that the function reads; the settings' `check_submitted` raises if a run cannot use them,
+and `check_host` if a worker cannot."""
 
 
 def builtin(name: str) -> Callable[..., Any]:
-    """Return a built-in function. Raises InvalidInput, with the nearest name."""
+    """Return the built-in function. Raises InvalidInput with the nearest name if there is no such function."""
     if name in BUILTIN_FUNCTIONS:
         return BUILTIN_FUNCTIONS[name]
     raise InvalidInput(
@@ -69,7 +69,8 @@ def builtin(name: str) -> Callable[..., Any]:
 
 
 def check_builtin(function: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidInput for a built-in function that does not exist, that takes no such `kwargs`, or that needs more."""
+    """Raise InvalidInput if there is no such built-in function, if it does not take these `kwargs`, or if it needs
+    more."""
     if ":" not in function:
         loaded = builtin(function)
         if function not in SETTINGS:
@@ -78,7 +79,7 @@ def check_builtin(function: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_rewards(rewards: Iterable[RewardFunctionSection]) -> None:
-    """Check the built-in functions among the rewards of a spec. Raises InvalidInput, with the place in the spec."""
+    """Check the built-in functions among the rewards of a spec. Raises InvalidInput with the faulty key of the spec."""
     for index, reward in enumerate(rewards):
         try:
             check_builtin(reward.function, reward.kwargs)
@@ -100,7 +101,7 @@ def keyword_only(function: Callable[..., Any]) -> list[str]:
 
 
 def check_names(function: str, settings: list[str], kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidInput for `kwargs` that are not among the settings of a function, with the nearest setting."""
+    """Raise InvalidInput, with the nearest setting, if a name in `kwargs` is not a setting of the function."""
     for name in kwargs:
         if name not in settings:
             raise InvalidInput(

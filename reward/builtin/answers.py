@@ -59,10 +59,11 @@ def find_answer(text: str, holds: Callable[[str], bool] | None = None) -> str | 
     r"""Return the answer that `text` states, or None.
 
     Statements are `\boxed{…}` (braces balanced; also `\fbox{…}` and `\boxed 42`), `#### …` in front of a value,
-    `<answer>…</answer>`, a line `A: …`, `Answer: …` or `Final answer: …`, and `answer is …`; the last two end with the
-    value. The answer is the last marked statement that has a value, else the last one in prose. `holds` decides what is
-    a value: mathematics, and in marked statements also a few words. If no statement has a value, the last statement
-    counts unchanged. A reasoning (`<think>…</think>`) counts only if it is closed and no answer is stated behind it.
+    `<answer>…</answer>`, a line `A: …`, `Answer: …` or `Final answer: …`, and `answer is …`. A line and `answer is …`
+    end where their value ends. The answer is the last marked statement that has a value, else the last one in prose.
+    `holds` decides what is a value: mathematics, and in marked statements also a few words. If no statement has a
+    value, the last statement counts unchanged. A reasoning (`<think>…</think>`) is searched only if it is closed and
+    the text after it states no answer.
     """
     for part in _parts(text):
         if found := sorted(_statements(part, holds or holds_value)):
@@ -157,8 +158,8 @@ def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callab
 
 
 def _value(text: str, holds: Callable[[str], bool]) -> str:
-    """Return the value at the beginning of prose: its first sentence, else its longest beginning that ends with a
-    clause and is a value."""
+    """Return the value at the beginning of prose: the first sentence if it is a value, else the longest value that ends
+    where a clause ends."""
     text = LEAD.sub("", text, count=1) if LEAD.match(text) else text
     if text.startswith("**") and "**" in text[2:]:
         text = text[2 : text.index("**", 2)]
@@ -196,7 +197,7 @@ def _boxes(text: str) -> Iterator[Statement]:
 
 
 def _closings(text: str) -> dict[int, int]:
-    r"""Map the index of each opening brace to that of the brace that closes it; `\{` and `\}` are not braces."""
+    r"""Map the index of each opening brace to the index of its closing brace; `\{` and `\}` are not braces."""
     found, opened = {}, []
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if match[0] == "{":

@@ -1,8 +1,9 @@
 """Decides whether two answers, parsed into trees, have the same value.
 
-Numbers without decimals are compared to 30 digits, a decimal with any other number to six significant digits, and
-expressions with symbols at points that depend only on the symbols' names. Promise: no result depends on time, and no
-comparison takes long: a value with too many digits is not computed and equals only an identical tree.
+Numbers without decimals are compared to 30 digits. If one of two numbers has decimals, they are compared to six
+significant digits. Expressions with symbols are compared at points that depend only on the symbols' names. Promise: no
+result depends on time, and no comparison takes long: a value with too many digits is not computed and equals only an
+identical tree.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _chosen(node: Any, sign: int) -> Any:
 
 
 def _same_as_relation(gold: Node, answer: Node) -> bool:
-    """Compare a relation with a value: with the right-hand side of an assignment, or the interval of an inequality."""
+    """Compare a value with a relation: with an assignment's right-hand side, or with an inequality's interval."""
     relation, value = (gold, answer) if gold.kind == "relation" else (answer, gold)
     operands, signs = relation.args
     if set(signs) <= {"=", "~"}:
@@ -211,7 +212,7 @@ def _same_collection(gold: Node, answer: Node) -> bool:
 
 
 def _intervals(node: Node) -> tuple[Node, ...] | None:
-    """Return the intervals of a union: adjacent ones joined, `(a, b)` open, items of a set as points. None for others."""
+    """Return the intervals of a union, adjacent ones joined; a set's items are points. None for other nodes."""
     if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
         ends = [BELOW_ALL, *sorted(node.args[2].args, key=_float), INFINITY]
         return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))
@@ -291,7 +292,7 @@ def _same_number(gold: Node, answer: Node) -> bool:
 
 
 def _same_percent(gold: Node, answer: Node) -> bool:
-    """Compare two percentages by their numbers, or a percentage with a number: its value, or the number before `%`."""
+    """Compare two percentages by their numbers. A number may be a percentage's value or the number before its `%`."""
     if gold.kind == answer.kind:
         return _same_number(_bare(gold.args[0]), _bare(answer.args[0]))
     hundred = number_of(100)
@@ -323,8 +324,9 @@ def _agree(gold: Node, answer: Node, point: Mapping[str, Fraction], *, is_last: 
 def _tolerance(size: Any, gold: Node, answer: Node) -> Any:
     """Return the allowed distance from a gold answer of this size: 0 if neither answer has decimals.
 
-    It is half a unit of the sixth significant digit. For numbers that are written out at most half a unit of the last
-    digit, if above 5e-7: 1234567.9 is not 1234567.5. Integers must be exact. Six digits of a coefficient: 2e-6.
+    It is half a unit of the sixth significant digit. If all answers with decimals are plain numbers, it is at most half
+    a unit of their last written digit or 5e-7, whichever is larger: 1234567.9 is not 1234567.5. An integer must be
+    exact. A gold answer with symbols has a relative tolerance of 2e-6, which keeps six digits of a coefficient.
     """
     mp = context()
     inexact = [each for each in (gold, answer) if has_decimals(each)]

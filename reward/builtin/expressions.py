@@ -1,7 +1,7 @@
 r"""Parses an answer in LaTeX or plain notation into a tree, without evaluating anything.
 
-Promise: the text is parsed completely or not at all (None). Only spacing, styles, known units and words behind a number
-that cannot change it are left out; the tree keeps units and words as a `quantity`. Time and memory are linear.
+Promise: the text is parsed completely or not at all (None). Spacing and styles are left out. A known unit, and words
+that follow a number and cannot change it, are kept apart from the number, as a `quantity`. Time and memory are linear.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _is_deep(tree: Node) -> bool:
 
 
 class _Reader:
-    r"""A recursive descent parser. `brackets`: open ( [ \{, in which a comma separates and never groups digits."""
+    r"""A recursive descent parser. `brackets` counts open ( [ \{: inside them a comma never groups digits."""
 
     def __init__(self, text: str, depth: int = 0) -> None:
         self.text, self.at, self.depth = text, 0, depth

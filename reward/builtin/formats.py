@@ -1,7 +1,7 @@
 """Scores a completion without parsing its answer: text, form, length, refusal, and the environment's reward.
 
-Lengths are in sampled tokens, including the stop token. A refusal is detected by phrases at the beginning of the
-completion with which assistants decline; for a model that declines in other words, use a judge.
+Lengths are in sampled tokens, including the stop token. A refusal is detected at the beginning of the completion, by
+phrases with which assistants decline; for a model that declines in other words, use a judge.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def exact_match(
     """Return [C] 1.0 if the whole completion, or its answer behind the reasoning, equals the text in `answer_column`,
     else 0.0; None if the column is null.
 
-    strip: ignore white space around both. A number or truth value in the column is compared in the forms that files
-    write it in; a list matches if one entry does. NaN and a list without entries give None too. Raises LookupError if
-    there is no such column, TypeError for an object in it.
+    strip: ignore white space around both texts. A number or truth value in the column matches each form in which files
+    write it; a list matches if one of its entries matches. NaN and a list without entries give None too. Raises
+    LookupError if there is no such column, TypeError if the column has an object.
     """
 
     def texts_of(completion: Any) -> tuple[str, str]:
@@ -44,7 +44,7 @@ def exact_match(
 
     def score(texts: tuple[str, str], answer: Any) -> float | None:
         if isinstance(answer, Mapping):
-            raise TypeError(f"column {answer_column!r} has an object, {str(answer)[:80]}; exact_match compares text")
+            raise TypeError(f"column {answer_column!r} has an object, {str(answer)[:80]}; exact_match compares texts")
         answers = answer if isinstance(answer, list | tuple) else [answer]
         golds = [normal(each) if isinstance(each, str) else each for each in answers if not _is_missing(each)]
         return float(any(says(normal(text), gold) for text in texts for gold in golds)) if golds else None

@@ -15,7 +15,7 @@ class MissingColumn(LookupError):
 def completion_text(completion: Any, *, in_reasoning: bool = False) -> str:
     """Return the model's text: `completion` itself, or its last assistant message by `message_text`.
 
-    Raises TypeError for anything but text or a list of chat messages with an assistant's among them.
+    Raises TypeError unless `completion` is a text, or a list of chat messages with at least one of the assistant.
     """
     if isinstance(completion, str):
         return completion

@@ -63,8 +63,9 @@ async def judge_pairwise(
 ) -> list[float | None]:
     """Return [C] scores from 0 to 1, from comparisons within the group or with a reference, each pair in both orders.
 
-    `settings` are `paceline.reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5;
-    equal texts are a tie without a question. None for a completion without a comparison. Raises as `judge`.
+    `settings` are `paceline.reward.judging.settings.PairSettings`. The result of a comparison is the mean of both
+    orders; a tie is 0.5. For equal texts the judge is not asked, because they are a tie. None for a completion without
+    a comparison. Raises the errors of `judge`.
     """
     from paceline.reward.judging.verdicts import balanced_pairs, bradley_terry, win_rates
 

@@ -112,7 +112,7 @@ SHORT_WORDS = {
 
 
 def spelling(text: str) -> str:
-    """Return `text` without layout and without spaces that do not separate words or numbers."""
+    """Return `text` without layout; only spaces that separate words or numbers stay."""
     return re.sub(r"(?<!\w) | (?!\w)", "", normal(text))
 
 
@@ -160,7 +160,7 @@ def is_inline(content: str) -> bool:
 
 
 def unit_of(text: str, *, is_number: bool) -> tuple[str, bool] | None:
-    """Return a unit's canonical name and True, or other words and False; None for words that may change the value."""
+    """Return (canonical name, True) for a unit, (words, False) for other words; None if they may change the value."""
     text = TEXT.sub(r" \1 ", text).replace("²", "^2").replace("³", "^3").replace(r"\cdot", "*")
     tokens = re.findall(r"[^\W\d_]+(?:\.[a-z])?|[/*]|-?\d", text.replace("{", "").replace("}", ""))
     words = [token for token in tokens if token[0].isalpha()]

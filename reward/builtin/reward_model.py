@@ -54,7 +54,7 @@ def process_reward_model(
     **columns: Any,
 ) -> list[float | None]:
     """Return [C] scale · (score - offset) of completions. A token classification scores each step at the last token of
-    the separator after it; the score of a completion is the `reduce` of its steps' probabilities.
+    the separator after the step; `reduce` combines the steps' probabilities into the score of the completion.
 
     The settings are `paceline.reward.models.settings.ProcessModelSettings`. Raises InvalidInput, Unreadable.
     """

@@ -19,7 +19,8 @@ from paceline.reward.builtin.expressions import Node, number_of
 MAX_SIZE_BITS = 25_000
 MAX_TRANSCENDENTAL_BITS = 4_000
 MAX_WORK = 60_000_000
-"""Work limit of one comparison, about a second. Work is values times their bits, weighted higher above 2,000 bits."""
+"""Work limit of one comparison, about a second. Work is the number of values times their bits, with a higher weight
+above 2,000 bits."""
 MAX_FACTORIAL = 3_000
 
 

@@ -1,7 +1,7 @@
-"""Groups the answers of a problem's completions into votes, by the equality that scores them.
+"""Groups the answers of a problem's completions into votes, by the equality with which they are scored.
 
-Promise: answers that a built-in function scores alike because they are the same answer are one vote. `1/2` and `0.5`
-are one for `math_accuracy`; `exact_match` compares whole texts by its own settings.
+Promise: answers that the built-in function treats as the same answer are one vote. `1/2` and `0.5` are one vote for
+`math_accuracy`; `exact_match` compares whole texts by its own settings.
 """
 
 from __future__ import annotations

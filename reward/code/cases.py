@@ -7,7 +7,8 @@ r"""Parses the tests of a row in the forms of common data sets, and compares out
     humaneval  "def check(candidate): …", with the function's name in another column            (HumanEval)
     pytest     "def test_add(): …", or {"test_add.py": "…", …}, which import from `solution`
 
-Each may also be the JSON text of such a value. Promise: a key of no form is refused by name, never ignored.
+Each may also be the JSON text of such a value. Promise: a key that belongs to no form is refused by name, never
+ignored.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def read_cases(
     """Return the tests in a row's value; None for null, which means that there are none.
 
     entry_point: the function for tests that do not name it, or LiveCodeBench's metadata with its `func_name`. setup:
-    Python to run before each of the asserts, as texts or lists. Raises InvalidInput for another form or no test.
+    Python to run before each of the asserts, as texts or lists. Raises InvalidInput if the value has another form or no
+    test.
     """
     if value is None:
         return None
@@ -130,8 +132,8 @@ def _lines_of(setup: Any) -> list[str]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text with a list or an object, the values of a list of texts with objects, or `value`
-    itself."""
+    """Return the parsed list or object if `value` is a JSON text of one, the parsed objects if it is a list of JSON
+    texts of objects, else `value` itself."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -164,7 +166,7 @@ def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
     if calls[0]:
         names = {name for row in rows if (name := row.get("fn_name") or _function_of(row.get("metadata")))}
         if len(names) > 1:
-            raise InvalidInput(f"the tests call {len(names)} functions, {sorted(map(str, names))[:3]}; test one")
+            raise InvalidInput(f"the tests call {len(names)} functions, {sorted(map(str, names))[:3]}; a row tests one")
         function = _checked_function(next(iter(names), entry_point))
         return Calls(function, *_calls(rows, wrapped=of_lists))
     pairs = tuple((_text(row["input"]), _text(row["output"])) for row in rows)
@@ -325,9 +327,10 @@ Compare = Literal["lines", "tokens", "decimals", "exact"]
 
 
 def equal_outputs(found: str, right: str, compare: Compare = "lines", tolerance: float = 0.0) -> bool:
-    """Return whether two outputs are equal: `exact`; `tokens`, by the words between white space; `lines`, without white
-    space at their ends and empty lines at the end; or `decimals`, lines without white space on both sides, or else
-    the same numbers (LiveCodeBench's `grade_stdio`). Numbers may differ by `tolerance`, absolutely or relatively."""
+    """Return whether two outputs are equal. `exact` compares them unchanged, and `tokens` compares the words between
+    white space. `lines` ignores white space at the ends of lines, and empty lines at the end. `decimals` ignores white
+    space on both sides of lines, and also accepts the same numbers (LiveCodeBench's `grade_stdio`). Numbers may differ
+    by `tolerance`, absolutely or relatively."""
     if compare == "exact":
         return found == right
     if compare == "decimals":

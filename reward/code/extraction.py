@@ -37,13 +37,13 @@ def program_of(
     *,
     python: bool = True,
 ) -> str | None:
-    """Return the program in a completion; None for `block` without a block.
+    """Return the program in a completion; None if `extract` is `block` and the completion has no block.
 
     The last fenced block of the answer counts, because a model may try others before. Blocks that define one of `names`
-    take precedence, then those in Python (`python`). A block without a language that is not a program, such as an
-    example of the output, is passed over if there are others. The text before a bare fence counts too if only this text
-    defines one of `names`, because a prompt may have opened its block. `auto` takes a whole text without a block,
-    `none` always.
+    take precedence, then those in Python (`python`). A block that names no language and is not a program, such as an
+    example of the output, is skipped if there are other blocks. The text before a bare fence counts too if only this
+    text defines one of `names`, because the prompt may have opened the block. `auto` takes the whole text if it has no
+    block; `none` always takes the whole text.
     """
     if extract == "none":
         return text
@@ -110,9 +110,9 @@ def defined_in(code: str) -> set[str]:
 def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[str]:
     """Return the programs that a completion may mean if its prompt is code. The first one that loads counts.
 
-    A program that defines `entry_point` is put behind what the prompt has before its own definition: imports, and
-    functions to be called. Any other continues the prompt, as in HumanEval, to the end of the function if the rest does
-    not load.
+    A program that defines `entry_point` replaces the prompt's definition of it. The prompt's code before this
+    definition stays: imports, and functions that the program may call. Any other program continues the prompt, as in
+    HumanEval: with its whole text, or up to the end of the function if the whole text does not load.
     """
     (name,) = re.findall(r"^\w+", entry_point)
     heads = list(_heads(prompt, name))
@@ -129,7 +129,8 @@ def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[
 
 
 def _heads(prompt: str, name: str) -> Iterator[str]:
-    """Yield the code in a prompt: its fenced block, or the whole prompt and then its part from the first code on."""
+    """Yield the code in a prompt: its fenced block, or the whole prompt, then its part from the first line of code
+    on."""
     code = program_of(prompt, "block", frozenset({name}))
     if code is not None and name in defined_in(code):
         yield code

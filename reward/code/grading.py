@@ -35,7 +35,8 @@ State = Literal[
     "passed", "wrong", "error", "exited", "signal", "time", "memory", "output", "disk", "processes", "not run"
 ]
 """`wrong`: another output, or a failed assertion; `error`: an exception, or a status other than 0; `exited`: the
-program ended before its test; `not run`: an earlier test failed or used up the time. Others as in `Outcome.ended`."""
+program ended before its test; `not run`: an earlier test failed or used up the time. The other states are those of
+`Outcome.ended`."""
 
 MAX_SHOWN = 20
 MAX_DETAIL = 200

@@ -3,10 +3,11 @@
 
 Request: `word` (begins each line of the harness), `kind`, `tests` (texts, arguments, or files by name), `first` (index
 of the first test to run), `entry_point`, `setup`, `time_s` (limit of one test), `stop` (end at the first test that
-fails), `programs` (the first one that loads is tested). The first program is stored beside it as `solution.py`. After
-loading, the harness writes `WORD loaded COUNT` to standard output, COUNT being the number of tests, then for each test
-`WORD INDEX STATE SECONDS TEXT`. STATE is `passed`, `wrong`, `error`, `time`, or for calls `returned` with the value as
-JSON. If the tests cannot run, it writes `WORD cannot TEXT`. The program's own output goes to standard error.
+fails), `programs` (the first one that loads is tested). The first program is stored beside the harness as
+`solution.py`. After loading, the harness writes `WORD loaded COUNT` to standard output, COUNT being the number of
+tests, then for each test `WORD INDEX STATE SECONDS TEXT`. STATE is `passed`, `wrong`, `error`, `time`, or for calls
+`returned` with the value as JSON. If the tests cannot run, it writes `WORD cannot TEXT`. The program's own output goes
+to standard error.
 
 A signal ends a test that hangs; if that does not help, a C thread ends the process, and the caller continues with the
 next test. The program shares this process: it cannot know the word in advance, but can find it in memory.
@@ -37,13 +38,14 @@ PRESUMED = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-"""Modules whose names are predefined for programs with calls and for LiveCodeBench's, as in its `testing_util.py`."""
+"""Modules whose names are predefined for programs that are tested by calls and for programs of LiveCodeBench, as in
+LiveCodeBench's `testing_util.py`."""
 MAX_RECURSION = 50_000
 """Recursion limit for programs with predefined names."""
 
 
 class TimeUp(BaseException):
-    """The test has passed its limit. Not an `Exception`, so that handlers of the program do not catch it."""
+    """The test has exceeded its time limit. Not an `Exception`, so that handlers of the program do not catch it."""
 
 
 class Report:
@@ -177,7 +179,8 @@ def _call(arguments: list[Any], function: str, module: types.ModuleType, returne
 
 
 def _function(name: str, names: dict[str, Any]) -> Any:
-    """Return the function that the program defines, a method of `Solution`, or what `Solution().add` names."""
+    """Return the function that the program defines, a method of `Solution`, or the one at a path like
+    `Solution().add`."""
     owner = names.get("Solution")
     if "." not in name and owner is not None and hasattr(owner, name):
         return getattr(owner(), name)
@@ -198,7 +201,7 @@ class Clock:
 
     def start(self) -> None:
         faulthandler.dump_traceback_later(self.time_s + HARD_S, exit=True, file=self._errors)
-        # Repeatedly, because a bare `except` may catch one.
+        # Repeatedly, because a bare `except` may catch one TimeUp.
         signal.setitimer(signal.ITIMER_REAL, self.time_s, 0.05)
 
     def stop(self) -> None:

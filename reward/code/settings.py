@@ -48,13 +48,15 @@ class CodeSettings(Section):
     """Comparison of outputs. `lines`: without white space at the ends of lines; `tokens`: only the words; `decimals`:
     lines are equal or have equal numbers (the default for tests with a `testtype`); `exact`: every byte."""
     tolerance: NonNegativeFloat = 0.0
-    """Largest difference of equal numbers, absolute or relative, for `lines`, `tokens` and values of calls."""
+    """Largest difference, absolute or relative, of numbers that count as equal, for `lines`, `tokens` and values of
+    calls."""
     time_s: PositiveFloat = 3.0
     """Seconds that one test may take."""
     total_time_s: PositiveFloat = 6.0
     """Seconds that all tests of one completion may take. A test that has not run by then counts as not passed."""
     parallel: PositiveInt = 2
-    """Number of programs that one call runs at the same time. A worker runs this many for each of its `--processes`."""
+    """Number of programs that one call runs at the same time. A worker runs this many programs for each of its
+    `--processes`."""
     memory_mb: PositiveInt = 512
     """Largest memory of a program in MiB; see the sandbox's limit of that name."""
     processes: PositiveInt = 1
@@ -77,8 +79,8 @@ class CodeSettings(Section):
             raise InvalidInput(f"column {self.tests_column!r}: {error}") from None
         if cases is not None and not isinstance(cases, Pairs) and self.command != (PYTHON, "main.py"):
             raise InvalidInput(
-                f"column {self.tests_column!r} has tests in Python, but command is {list(self.command)}; other interpreters take "
-                "pairs of input and output"
+                f"column {self.tests_column!r} has tests in Python, but command is {list(self.command)}; for another "
+                "interpreter, write the tests as pairs of input and output"
             )
         return cases
 
@@ -122,14 +124,20 @@ class CodeSettings(Section):
             raise ValueError(
                 "sandbox remote needs the setting url, such as url: http://sandbox:8080"
                 if self.url is None
-                else f"url {self.url!r} is for sandbox remote, but sandbox is {self.sandbox}"
+                else f"url {self.url!r} is for sandbox remote, but sandbox is {self.sandbox}; remove url"
             )
         if self.time_s > self.total_time_s:
-            raise ValueError(f"time_s {self.time_s:g} exceeds total_time_s {self.total_time_s:g}")
+            raise ValueError(f"time_s {self.time_s:g} exceeds total_time_s {self.total_time_s:g}; lower time_s")
         if self.sandbox == "landlock" and self.processes > 1:
-            raise ValueError(f"processes is {self.processes}, but sandbox landlock runs one process")
+            raise ValueError(
+                f"processes is {self.processes}, but sandbox landlock runs one process; set processes to 1"
+            )
         if self.kind not in ("auto", "pairs") and self.command != (PYTHON, "main.py"):
-            raise ValueError(f"command is for kind pairs, but kind is {self.kind}, whose tests are Python")
+            raise ValueError(
+                f"command is for kind pairs, but kind is {self.kind}, whose tests are Python; remove command"
+            )
         if self.tolerance and self.compare in ("exact", "decimals"):
-            raise ValueError(f"tolerance {self.tolerance:g} is for compare lines or tokens, not {self.compare}")
+            raise ValueError(
+                f"tolerance {self.tolerance:g} is for compare lines or tokens, not {self.compare}; remove tolerance"
+            )
         return self

@@ -3,8 +3,8 @@
 Promise: an answer survives restarts, and all processes of the user share it. The file stays below its limit. A fault of
 the cache never fails a request: without a usable file every question is sent.
 
-`PACELINE_ANSWER_CACHE` is the folder (default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` its limit (1024;
-0: off). A folder that others could change is not used (`paceline.host.own_folder`).
+`PACELINE_ANSWER_CACHE` is the folder (default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` its limit in MB
+(default 1024; 0 turns the cache off). A folder that other users could change is not used (`paceline.host.own_folder`).
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class AnswerCache:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Return the file, created if needed. A file that is no database is renamed. Raises Unreadable for a
-    folder that others could change, OSError, sqlite3.Error."""
+    """Return the file, created if needed. A file that is no database is renamed. Raises Unreadable for a folder that
+    other users could change, OSError, sqlite3.Error."""
     own_folder(path.parent, FOLDER_VARIABLE)
     try:
         return _connected(path)

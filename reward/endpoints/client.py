@@ -1,7 +1,7 @@
 """Sends POST requests to one service, with retries, back-off, rate limits and bounded answers.
 
-Promise: every request ends in an answer or in one of three errors, and no error message has the key. The caller sets
-the deadline for all its requests.
+Promise: every request ends in an answer or in one of three errors, and no error message contains the key. The caller
+sets the deadline for all its requests.
 
     EndpointUnavailable   no answer after all attempts: a fault of the service or the network, or a refused key
     RequestRefused        the service rejects this request (400, 413, 422)
@@ -101,7 +101,8 @@ class Endpoint:
     """Connections to one service for one call of a reward function. An async context manager."""
 
     def __init__(self, settings: EndpointSettings, count: Count, num_processes: int = 1) -> None:
-        """`num_processes` of the pool share the service's limits. Raises EndpointUnavailable if its key is missing."""
+        """The pool's `num_processes` processes share the service's limits. Raises EndpointUnavailable if its key is
+        missing."""
         self._settings, self._count = settings, count
         try:
             self._key = settings.key()

@@ -18,7 +18,7 @@ from paceline.host.regular_file import open_regular, why_withheld
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 KEY_VARIABLE, KEY_FILES = "API_KEY", ("api_key", "api-key")
-"""Names of variables and files with a key must end in these, so that a spec cannot have another secret sent."""
+"""The name of a variable or file with a key must end in one of these, so that a spec cannot send other secrets."""
 MAX_KEY_CHARS = 4096
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -33,13 +33,14 @@ class EndpointSettings(Section):
     api_key_file: str | None = None
     """File of the reward workers' hosts that holds the key; absolute, and its name ends in api_key."""
     max_concurrency: PositiveInt = 32
-    """Number of concurrent requests of the reward pool, divided among its processes, of which each has at least one."""
+    """Number of concurrent requests of the reward pool, divided among its processes; each process has at least one."""
     max_requests_per_minute: PositiveFloat | None = None
     """Largest number of requests per minute of the reward pool, divided among its processes; null for no limit."""
     attempts: PositiveInt = 4
     """Number of attempts at a request before the service counts as unavailable."""
     first_backoff_s: NonNegativeFloat = 0.5
-    """Pause in seconds after the first failure, doubled at each further one up to 30, or a longer `Retry-After`."""
+    """Pause in seconds after the first failure, doubled after each further failure up to 30; a longer `Retry-After`
+    takes precedence."""
     request_timeout_s: PositiveFloat = 60.0
     """Time limit of one attempt, in seconds."""
     cache: bool = True
@@ -80,7 +81,8 @@ class EndpointSettings(Section):
         return self
 
     def key(self) -> str:
-        """Return the key, read at each call; empty if none is set. Raises Unreadable if it is missing on this host."""
+        """Return the key, read at each call; empty if none is set. Raises Unreadable if a set key is missing on this
+        host."""
         if self.api_key_env is not None:
             source, found = f"the variable {self.api_key_env}", os.environ.get(self.api_key_env, "")
         elif self.api_key_file is not None:

@@ -1,7 +1,7 @@
 """Asks a judge all questions of a group, each as often as there are votes.
 
 Tasks: one for each vote of each question; equal questions share one request. The deadline ends all of them; the cache
-keeps their answers for another attempt at the group. A request that fails after all its attempts ends the others.
+keeps their answers for another attempt at the group. A request that fails after all its attempts ends the other tasks.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class PairSettings(JudgeSettings):
     max_pairs: PositiveInt | None = None
     """Number of a group's pairs that are compared, spread evenly over the completions. Default: all pairs."""
     reference_column: str | None = None
-    """Column whose text each completion is compared with, instead of other completions; the reward is the share of
-    wins."""
+    """Column with a text. Each completion is compared with this text and not with other completions; the reward is the
+    share of wins."""
 
     @model_validator(mode="after")
     def _check_template(self) -> PairSettings:

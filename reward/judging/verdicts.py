@@ -55,7 +55,7 @@ def pair_verdict(text: str) -> Verdict | None:
 
 
 def combined(values: Sequence[float], vote: Vote) -> float:
-    """Return the mean, median or most frequent of one or more values; the mean of several equally frequent ones."""
+    """Return the mean, median or most frequent of the values; of several equally frequent values, their mean."""
     if vote == "mean":
         return statistics.fmean(values)
     if vote == "median":
@@ -97,7 +97,8 @@ Pair = tuple[int, int]
 
 
 def balanced_pairs(num_completions: int, max_pairs: int | None = None) -> list[Pair]:
-    """Return up to `max_pairs` pairs i < j, neighbours on a circle first, so that all are compared about equally often."""
+    """Return up to `max_pairs` pairs i < j, neighbours on a circle first, so that each item is compared about equally
+    often."""
     found: list[Pair] = []
     for distance in range(1, num_completions // 2 + 1):
         for first in range(num_completions):
@@ -121,7 +122,7 @@ def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float
 
 
 def bradley_terry(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] mean chance of each completion to beat the other compared ones; None for one that was never compared.
+    """Return [C] each completion's mean chance to beat another compared completion; None if it was never compared.
 
     Strengths p maximise Σ w_ij log(p_i / (p_i + p_j)) (Bradley and Terry 1952) with PRIOR wins added to both sides of
     each compared pair, by the iteration of Hunter 2004, p_i = W_i / Σ_j n_ij / (p_i + p_j), which rises at every step.

@@ -1,7 +1,7 @@
 """Runs the reward models among a run's functions, each in one process for all groups that a worker scores.
 
-Functions with equal settings share a process. A caller waits no longer than its own limit; a process that answers
-nobody for that long is killed. If a process has ended, the next caller starts it again.
+Functions with equal settings share a process. A caller waits no longer than its own limit; a process that gives no
+answer for that long is killed. If a process has ended, the next caller starts it again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ KINDS = ("reward_model", "process_reward_model")
 
 class RewardModels:
     def __init__(self, functions: Sequence[RewardFunctionSection]) -> None:
-        """`functions` are all of the run's: a model has the index of its function among them. Raises InvalidInput for
-        wrong settings of a model."""
+        """`functions` are all functions of the run; a model has the index of its function among them. Raises
+        InvalidInput for wrong settings of a model."""
         self._functions: dict[int, tuple[RewardFunctionSection, Any, Any]] = {}
         shared: dict[str, Any] = {}
         for index, function in enumerate(functions):
@@ -49,7 +49,8 @@ class RewardModels:
         await asyncio.gather(*(process.shared.close() for process in self._processes))
 
     async def score(self, index: int, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
-        """Return the reply for the function at `index`, as a function process does. Raises ProcessTimeout, ProcessDied."""
+        """Return the reply to a group for the function at `index`, in the form of a function process. Raises
+        ProcessTimeout, ProcessDied."""
         function, settings, process = self._functions[index]
         try:
             await process.start()
@@ -82,8 +83,8 @@ class ModelProcess:
         self.version = ""
 
     async def start(self) -> None:
-        """Start the process and load the model, unless it runs. Raises InvalidInput for an unsuitable model, Unreadable
-        for one that cannot be read now, Unavailable if the process ended or took too long."""
+        """Start the process and load the model, unless the process runs. Raises InvalidInput for an unsuitable model,
+        Unreadable for one that cannot be read now, Unavailable if the process ended or took too long."""
         async with self._starting:
             if self.shared.usable:
                 return

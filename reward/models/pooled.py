@@ -2,7 +2,7 @@
 several GPUs (the server's `--tensor-parallel-size`).
 
 Promise: the same scores as `paceline.reward.models.scorer` up to the rounding of the server's type, because token ids
-are sent and outputs without an activation come back. A server without an answer gives no score.
+are sent and outputs without an activation come back. If the server gives no answer, there is no score.
 
 `POST /pooling` {model, input: [[ids], …], task, use_activation: false} → {data: [{index, data}]}, where data is [L] outputs
 of `classify` or [T][L] of `token_classify` (vLLM's online serving of pooling models, 0.11 and later).
@@ -38,7 +38,7 @@ from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
 
 def open_scorer(settings: ModelSettings) -> Scorer | PooledScorer:
     """Load the model, or open the server that holds it. Raises InvalidInput for another kind of model or damaged files,
-    Unreadable for missing files or devices, or for an unreachable server."""
+    and Unreadable if files or the device are missing or the server is not reachable."""
     return load_scorer(settings) if settings.endpoint is None else PooledScorer(settings)
 
 
@@ -131,7 +131,7 @@ class PooledScorer:
 
 
 def _uncounted(name: str, value: float) -> None:
-    """Count nothing, because the process of a model has no call with sums."""
+    """Count nothing: sums belong to a call of a function, and a model's process has no such call."""
 
 
 def _outputs(answer: dict[str, Any], count: int) -> list[Any]:
@@ -145,7 +145,8 @@ def _outputs(answer: dict[str, Any], count: int) -> list[Any]:
 
 
 async def _longest_of_server(settings: EndpointSettings) -> int:
-    """Return the tokens of the longest text that the server accepts. Raises Unreadable if it does not serve the model."""
+    """Return the length in tokens of the longest text that the server accepts. Raises Unreadable if the server does not
+    serve the model."""
     try:
         async with Endpoint(settings, _uncounted) as endpoint:
             answer = await endpoint.get("v1/models")

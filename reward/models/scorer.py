@@ -37,7 +37,8 @@ UNBOUNDED = 1 << 30
 
 
 class Scorer:
-    """A loaded model and the conversion of its outputs to scores. `max_tokens`: longest text that it reads."""
+    """A loaded model and the conversion of its outputs to scores. `max_tokens`: length of the longest text that the
+    model reads."""
 
     def __init__(self, settings: ModelSettings, model: Any, tokenizer: Any, version: str, max_tokens: int) -> None:
         self._settings, self._model, self._tokenizer = settings, model, tokenizer
@@ -224,7 +225,8 @@ FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja")
 
 
 def located(path: str) -> str:
-    """Return `path`, or the newest export (`step-10`, `step-20` …) in it. Raises Unreadable for a folder with neither."""
+    """Return `path`, or the newest export (`step-10`, `step-20` …) in it. Raises Unreadable if `path` has neither a
+    model nor an export."""
     is_folder = is_url(path) or Path(path).expanduser().is_dir()
     if not is_folder:
         return path
@@ -246,10 +248,11 @@ def located(path: str) -> str:
 
 
 def fetched(path: str, *, weights: bool = True) -> tuple[str, str]:
-    """Return the argument of transformers' `from_pretrained`, and the version of the files. Both change with the files.
+    """Return the argument of transformers' `from_pretrained`, and the version of the files. Both change if the files
+    change.
 
-    Files of a URL are copied to this host, with `weights` or without. Raises Unreadable if they cannot be read now,
-    InvalidInput for an unknown URL.
+    Files at a URL are copied to this host, the weights only if `weights` is true. Raises Unreadable if they cannot be
+    read now, InvalidInput for an unknown URL.
     """
     place = located(path)
     source = model_source(place, "reward model", weights=weights)

@@ -1,7 +1,7 @@
 """The process of one reward model: scores the requests of all runners together, and loads newer weights.
 
 Threads: one reads requests from the socket into a queue. The main thread takes all waiting requests, scores them in
-common passes and answers. With `refresh_s` a third one checks for other weights and loads them, and the main thread
+common passes and answers. With `refresh_s` a third thread checks for other weights and loads them, and the main thread
 switches to them between two batches. The process ends when the runner closes its socket.
 
 runner → process    {"model": settings, "function": name, "memory_bytes": n}   once, first
@@ -75,8 +75,8 @@ def _read(connection: socket.socket, requests: queue.Queue[dict[str, Any] | None
 
 class ModelServer:
     def __init__(self, load: dict[str, Any]) -> None:
-        """Load the model. Raises InvalidInput for another kind of model or damaged files, Unreadable for missing files
-        or devices, or for an unreachable server."""
+        """Load the model. Raises InvalidInput for another kind of model or damaged files, and Unreadable if files or
+        the device are missing or the server is not reachable."""
         from paceline.reward.models.pooled import open_scorer
         from paceline.reward.models.scorer import device_of
         from paceline.reward.models.settings import model_settings
@@ -149,7 +149,12 @@ class ModelServer:
             except Exception as error:
                 # The present weights stay in use; the files may be complete at the next check.
                 if refused != version + str(error):
-                    log.warning("the reward model %s keeps version %s: %s", self._settings.path, seen, error)
+                    log.warning(
+                        "the reward model %s keeps version %s, because other weights failed to load: %s",
+                        self._settings.path,
+                        seen,
+                        error,
+                    )
                 refused = version + str(error)
 
 

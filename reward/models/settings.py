@@ -83,7 +83,7 @@ def rewards_of(reply: dict[str, Any], settings: ModelSettings, num_completions: 
 
 
 def extra_of(reply: dict[str, Any], settings: ModelSettings, label: str, num_completions: int) -> dict[str, list[Any]]:
-    """Return the columns to store beside the rewards: the steps' scores, and the version of weights that may change."""
+    """Return the columns to store beside the rewards: the steps' scores, and the version if weights may change."""
     columns: dict[str, list[Any]] = {}
     if isinstance(settings, ProcessModelSettings):
         columns[f"{label[:MAX_LABEL]}_steps"] = [

@@ -1,7 +1,8 @@
-"""Sandboxes: run untrusted programs where they can do no harm.
+"""Runs untrusted programs in sandboxes, where they can do no harm.
 
 `make_sandbox("auto")` returns the first backend that holds on this host; `run(argv, files, limits)` returns an
-`Outcome`. For code rewards, tools of environments and other code of a model. docs/use/sandbox.md has the threat model.
+`Outcome`. It serves code rewards, tools of environments, and other code that a model writes. docs/use/sandbox.md has
+the threat model.
 """
 
 from paceline.reward.sandbox.choosing import make_sandbox

@@ -68,7 +68,8 @@ class BwrapSandbox:
             )
 
     def _namespaces(self, disk_bytes: int, contents: Mapping[str, int]) -> list[str]:
-        """Return bwrap's command up to the program's. The root, a tmpfs without a size limit, is read-only."""
+        """Return the part of bwrap's command that is before the program's command. The root, a tmpfs without a size
+        limit, is read-only."""
         words = [self._bwrap, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--disable-userns"]
         words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         for path in (*self._readable.folders, *self._readable.files, str(launcher())):
@@ -85,7 +86,8 @@ class InnerFolder:
     """The tmpfs of a program. The kernel bounds its bytes but not its entries, so it is measured too."""
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes in the tmpfs, read through a process that has it mounted; an entry is at least ENTRY_BYTES."""
+        """Return the bytes in the tmpfs, read through a process that has it mounted; an entry counts as at least
+        ENTRY_BYTES."""
         for pid in reversed(pids):
             with contextlib.suppress(OSError):
                 state = os.statvfs(f"/proc/{pid}/root{FOLDER}")

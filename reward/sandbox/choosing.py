@@ -4,10 +4,12 @@ A backend holds if a small program runs in it and fails at everything that is fo
 hold is refused; there is no weaker fallback.
 
 Backend `none` is for trusted code, and for hosts where something else isolates the whole worker: a program may do
-whatever the caller's user may. Output, disk in the folder, time, memory and threads are bounded as elsewhere.
+whatever the caller's user may. Output, disk in the folder, time, memory and threads are bounded as in the other
+backends.
 
 Backend `landlock` uses Landlock, a filter of system calls and rlimits, applied by the program's own process before it
-starts. A restricted pod can use it without privilege, namespace or cgroup. A program is one process, with threads.
+starts. A restricted pod can use it without privilege, namespace or cgroup. A program is one process, which may have
+threads.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ class LandlockSandbox:
         self._readable = readable
         self._abi = landlock_abi()
         if self._abi < MIN_ABI:
-            raise SandboxFailed(f"Landlock of this kernel is ABI {self._abi}, but needed is {MIN_ABI} (Linux 6.2)")
+            raise SandboxFailed(f"this kernel has Landlock ABI {self._abi}, but ABI {MIN_ABI} (Linux 6.2) is needed")
         if platform.machine() not in ARCHITECTURES:
-            raise SandboxFailed(f"system calls of {platform.machine()} are not filtered by this version")
+            raise SandboxFailed(f"this version has no filter for the system calls of {platform.machine()}")
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
         """Run a program like `Sandbox.run`. Raises InvalidInput for more than one process."""
@@ -91,7 +93,7 @@ def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str |
     """Return a sandbox that isolates programs on this host. readable: further absolute paths that programs may read;
     url: of `remote`.
 
-    Raises InvalidInput for an unknown name, or if nothing holds, with the reason of each backend.
+    Raises InvalidInput for an unknown name; also, with the reason of each backend, if no backend holds.
     """
     if name not in NAMES:
         raise InvalidInput(f"sandbox {name!r} is none of {', '.join(NAMES)}")
@@ -172,7 +174,7 @@ def _run_in_folder(
 
 READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
 LOOKS = f"measured every {1000 * LOOK_S:.0f} ms"
-SOCKETS = "no sockets but pairs (filter of system calls)"
+SOCKETS = "no sockets except socket pairs (filter of system calls)"
 MEANS = {
     "bwrap": {
         "files": "mount namespace: sees the interpreter and its folder, which is a tmpfs of bounded size",

@@ -7,7 +7,7 @@ filter, hex), `capabilities none`, `landlock` (its ABI), `read`, `file`, `write`
 repeated. If something cannot be applied, the launcher ends with status 125 before the program starts.
 
 It starts for every program, and a supervisor may have to answer each of its system calls. So it imports only three
-modules, and for a line that needs the C library `_ctypes`, because ctypes itself would open ten more files.
+modules, and `_ctypes` only for a line that needs the C library; ctypes itself would open ten more files.
 """
 
 import os
@@ -125,8 +125,8 @@ def _drop_capabilities() -> None:
 
 
 def _restrict_files(abi: int, read: list[str], files: list[str], write: list[str], workspace: list[str]) -> None:
-    """Allow only reading and executing below `read`, reading `files`, reading and writing the devices `write`, and
-    everything but device nodes and sockets below `workspace`."""
+    """Allow only to read and execute below `read`, to read `files`, to read and write the devices `write`, and to do
+    anything below `workspace` except to make device nodes and sockets."""
     handled = max(rights for version, rights in FILE_RIGHTS.items() if version <= abi)
     attributes = [handled, *([NETWORK_RIGHTS] if abi >= 4 else []), *([SCOPES] if abi >= 6 else [])]
     packed = b"".join(each.to_bytes(8, sys.byteorder) for each in attributes)

@@ -34,9 +34,9 @@ def launch_command(
 ) -> list[str]:
     """Return the command that applies `limits` and becomes `argv`.
 
-    ready: from `new_ready`. parent: the caller starts the command, which dies with the calling thread. confined: the
-    filter of system calls, no capabilities. landlock: further lines of the launcher's plan. Raises InvalidInput for
-    unknown system calls.
+    ready: the word from `new_ready`. parent: the caller starts the command, and the command dies with the calling
+    thread. confined: apply the filter of system calls and drop all capabilities. landlock: further lines of the
+    launcher's plan. Raises InvalidInput for unknown system calls.
     """
     kernel_limits = {
         "RLIMIT_AS": limits.memory_bytes,

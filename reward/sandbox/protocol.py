@@ -1,8 +1,8 @@
 """Defines a sandbox: `run(argv, files, limits) -> Outcome`, whatever isolates the program.
 
 Promises of every backend but `none`: the program reads only the interpreter and its own folder, writes only its own
-folder, reaches no network, no other process and nothing of the caller's environment. Nothing of it is left after `run`.
-The caller's side bounds output, disk and time.
+folder, and reaches no network, no other process and nothing of the caller's environment. Nothing of the program is left
+after `run`. The caller's side bounds output, disk and time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MAX_INPUT_BYTES = 16 << 20
 
 
 class SandboxFailed(Unavailable, ConnectionError):
-    """The sandbox failed, not the program, which gets no score. A reward worker returns the task for later."""
+    """The sandbox failed, not the program: the program gets no score, and a reward worker returns the task."""
 
 
 @dataclass(frozen=True)
 class Limits:
     time_s: float = 10.0
-    """Elapsed seconds; also the processor seconds of each process."""
+    """Limit of the elapsed seconds, and of the processor seconds of each process."""
     memory_mb: int = 512
     """Address space of each process, in MiB; for several processes also their total resident memory."""
     processes: int = 1
@@ -74,12 +74,12 @@ class Outcome:
         return self.ended == "exited" and self.exit_code == 0
 
     def describe(self) -> str:
-        """Return one phrase for people: `exited with status 1`, `passed its time limit`."""
+        """Return one phrase for people: `exited with status 1`, `exceeded its time limit`."""
         if self.ended == "exited":
             return f"exited with status {self.exit_code}"
         if self.ended == "signal":
             return f"was ended by signal {self.signal}"
-        return f"passed its {self.ended} limit"
+        return f"exceeded its {self.ended} limit"
 
 
 class Sandbox(Protocol):

@@ -26,15 +26,16 @@ TOO_WIDE = {"/", "/home", "/root", "/etc", "/proc", "/sys", "/dev", "/run", "/va
 @dataclass(frozen=True)
 class Readable:
     folders: tuple[str, ...]
-    """Paths to read and execute, with everything below; also single files."""
+    """Folders, with everything below them, and single files that a program may read and execute."""
     files: tuple[str, ...] = FILES
     writable: tuple[str, ...] = WRITABLE
 
     @classmethod
     def of_interpreter(cls, extra: Sequence[str] = ()) -> Readable:
-        """Return the paths of this interpreter and its packages, the system's, and `extra`, absolute and existing.
+        """Return the absolute, existing paths of this interpreter, its packages and the system, and those in `extra`.
 
-        Raises InvalidInput for an `extra` that is relative, missing, or so wide that it would show the host.
+        Raises InvalidInput for an `extra` that is relative, missing, or so wide that programs would see files of the
+        host.
         """
         for path in extra:
             wide = os.path.realpath(path) in TOO_WIDE

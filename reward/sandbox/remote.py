@@ -1,7 +1,8 @@
-"""Backend `remote`: a service that runs code elsewhere, with the interface of SandboxFusion's `POST /run_code`.
+"""Backend `remote`: a separate service runs the code, with the interface of SandboxFusion's `POST /run_code`.
 
-E2B, Modal and other services fit behind the same interface. The service isolates. Its answer is read up to a bound, and
-without an answer the sandbox has failed, which is never a score. Its token comes from PACELINE_SANDBOX_TOKEN.
+E2B, Modal and other services fit behind the same interface. The service isolates the program. Its answer is read up to
+a bound. If it gives no answer, the sandbox has failed, and the program gets no score. Its token comes from
+PACELINE_SANDBOX_TOKEN.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 class RemoteSandbox:
-    """Runs programs at the service; other limits than time and output are the service's."""
+    """Runs programs at the service, which sets all limits except time and output."""
 
     name = "remote"
 

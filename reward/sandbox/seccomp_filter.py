@@ -1,10 +1,11 @@
 """Builds the filter of system calls for a sandboxed program, as a classic BPF program (seccomp(2), mode filter).
 
-With a single process it also refuses to start another one and to signal any process but the program's own, so that a
-fork bomb, a daemon and a signal to the caller are impossible without namespaces or cgroups.
+If the program may have only one process, the filter also refuses to start another process and to signal any process but
+the program's own, so that a fork bomb, a daemon and a signal to the caller are impossible without namespaces or
+cgroups.
 
-A call that is in none of the tables answers ENOSYS, so that the C library falls back to an older one, and calls of
-newer kernels stay blocked. Numbers are those of the kernel's `asm/unistd_64.h` and `asm-generic/unistd.h`.
+A call that is in none of the tables answers ENOSYS, so that the C library falls back to an older call. Calls of newer
+kernels therefore stay blocked. Numbers are those of the kernel's `asm/unistd_64.h` and `asm-generic/unistd.h`.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ X32_BIT = 0x40000000
 
 @functools.cache
 def build_filter(machine: str, single_process: bool) -> bytes:
-    """Return the BPF program for `machine` (as platform.machine()), 8 bytes an instruction, with OWN_PID as process id.
+    """Return the BPF program for a value of platform.machine(), 8 bytes an instruction, with OWN_PID as process id.
 
     Raises InvalidInput for an architecture without known system calls.
     """
     if machine not in ARCHITECTURES:
         raise InvalidInput(
-            f"system calls of {machine} are not filtered by this version, only those of {', '.join(ARCHITECTURES)}; "
+            f"this version filters the system calls of {', '.join(ARCHITECTURES)}, and not those of {machine}; "
             "use sandbox: remote"
         )
     column, architecture = ARCHITECTURES[machine]

@@ -53,9 +53,9 @@ def supervise(
 ) -> Outcome:
     """Start a program, supervise it, and return its outcome.
 
-    files: the program's folder. ready: the launcher's word on standard error once everything is applied; the limits
-    count from there. start_s: the longest wait for it. Raises SandboxFailed if the program did not start, did not end,
-    or got no processor.
+    files: the program's folder. ready: the word that the launcher writes to standard error once everything is applied;
+    the limits count from then. start_s: the longest wait for the word. Raises SandboxFailed if the program did not
+    start, did not end, or got no processor.
     """
     began_s = time.monotonic()
     try:
@@ -138,7 +138,7 @@ def _passed(child: PopenChild, limits: Limits, pids: Sequence[int], used_bytes: 
 
 
 def _is_starved(pid: int, time_s: float) -> bool:
-    """Return whether the program was runnable but got hardly any processor time, which is not its fault."""
+    """Return whether the program was runnable but got hardly any processor time; then the host is at fault."""
     pids = descendants(pid)
     used_s = sum(map(processor_seconds, pids))
     return used_s < STARVED_SHARE * time_s and any(map(is_runnable, pids))
@@ -167,7 +167,8 @@ class Pipes:
 
     def __init__(self, ends: tuple[int, int, int], data: bytes, output_bytes: int, skip_bytes: int, pid: int) -> None:
         """Take the ends of standard input, output and error. data: the program's input. output_bytes: bound of each
-        output; skip_bytes: bytes of the sandbox that begin standard error. pid: process whose end ends the waits."""
+        output; skip_bytes: number of bytes that the sandbox writes to standard error first. pid: process whose end ends
+        the waits."""
         stdin, stdout, stderr = ends
         self._rest = memoryview(data)
         self._output_bytes, self._skip_bytes = output_bytes, skip_bytes

@@ -99,8 +99,8 @@ def _empty(top: int) -> None:
 
 
 def _flatten(top: int, name: str, unused: str, number: int) -> int:
-    """Move the folders in `name` to `top`, as `unused` with numbers from `number` on, and remove it. Return the next
-    number."""
+    """Move the folders in `name` to `top`, where their names are `unused` with numbers from `number` on, and remove the
+    other entries and `name`. Return the next number."""
     # Only modes can keep the owner out; nothing runs any more that could put a link in its place.
     os.chmod(name, 0o700, dir_fd=top)
     below = os.open(name, FOLDER, dir_fd=top)

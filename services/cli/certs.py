@@ -77,9 +77,9 @@ def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> N
 @click.argument("name")
 @files_option
 def revoke_command(name: str, directory: Path) -> None:
-    """Revoke the certificates of NAME for good, at the coordinator of this directory: within five seconds calls over
-    its connections are refused, its streams end, and its workers are removed. Issue the next certificate to another
-    name."""
+    """Revoke the certificates of NAME for good, at the coordinator of this directory. Within five seconds calls over
+    NAME's connections are refused, NAME's streams end, and NAME's workers are removed. Issue the next certificate to
+    another name."""
     revoke_certificate(directory / REVOKED_NAME, name)
     click.echo(f"the certificates of {name} are revoked")
 

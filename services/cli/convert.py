@@ -59,7 +59,7 @@ def convert(
     a model folder, or a model folder to another type, with a merged adapter or quantized weights.
 
     Without --dtype, --adapter and --quantize every bit of the weights stays. Peak memory does not grow with the model,
-    except for --quantize, which loads it.
+    except for --quantize, which loads the whole model.
     """
     import torch
 
@@ -100,8 +100,10 @@ def _check_options(
             "--adapter and --quantize need a model folder; convert the checkpoint to a model folder first"
         )
     if not of_dcp and (config or key):
-        raise click.UsageError("--config and --key are for a checkpoint, and SOURCE is a model folder")
+        raise click.UsageError("--config and --key are for a checkpoint, but SOURCE is a model folder; omit them")
     if quantize and (to == "dcp" or adapter or dtype):
-        raise click.UsageError("--quantize cannot be combined; convert first, then quantize the resulting model folder")
+        raise click.UsageError(
+            "--quantize cannot be combined with --to dcp, --adapter or --dtype; convert first, then quantize the result"
+        )
     if not of_dcp and to == "folder" and not (dtype or adapter or quantize):
         raise click.UsageError("nothing to convert: give --to dcp, --dtype, --adapter or --quantize")

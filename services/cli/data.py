@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 def prepare(
     spec: str, destination: Path, overrides: tuple[str, ...], directory: Path, coordinator: str | None, as_json: bool
 ) -> None:
-    """Write the rows of data.train of SPEC to DESTINATION, a JSONL file, as data.preparation makes them, and print how
-    many rows each reason leaves out. A submission prepares the rows by itself; `data.train: DESTINATION` trains on
-    the file.
+    """Write the rows of SPEC's data.train to DESTINATION, a JSONL file, after data.preparation, and print how many rows
+    are left out for each reason. A submission prepares the rows by itself; `data.train: DESTINATION` trains on the
+    file.
 
     The runs of data.preparation.pass_rate_of are read from the ledger of --directory, or from a coordinator.
     """
@@ -69,7 +69,8 @@ def prepare(
 
 
 def attempts_in(directory: Path, coordinator: str | None) -> Callable[[str], Iterator[tuple[Any, list[float]]]]:
-    """Return a function that reads a run's scored groups, by the run's id or folder, from the options' source."""
+    """Return a function that reads a run's scored groups, by the run's id or folder, from the source that the options
+    name."""
 
     def attempts_of(run: str) -> Iterator[tuple[Any, list[float]]]:
         with records_of_run(run, directory, coordinator) as (source, run_id):
@@ -83,7 +84,7 @@ MAX_COMPARED = 100_000
 
 
 class DataGroup(click.Group):
-    """The commands on data. If a spec stands in place of a command, the error names the command."""
+    """The commands on data. If a spec stands in place of a command, the error names the command that is meant."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -223,7 +224,7 @@ def _first_rows(spec: RunSpec) -> Rows:
 
 
 def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
-    """Return name, number of rows and, if there are weights, share of the draws of each data set."""
+    """Return for each data set its name, its number of rows and, if there are weights, its share of the draws."""
     from paceline.data.rows import sizes_of
 
     names = spec.data.source_names(validation=validation)

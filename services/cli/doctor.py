@@ -154,7 +154,9 @@ def examine_user_code() -> Finding:
             "docs/operate/security_promises.md describes the protection without isolation",
         )
     return Finding(
-        "user code", "ok", "user code is isolated from other processes; beyond loopback, Landlock hides secrets too"
+        "user code",
+        "ok",
+        "user code is isolated from other processes; a worker beyond loopback also hides secrets from it, by Landlock",
     )
 
 

@@ -1,6 +1,6 @@
 """A click group that imports a command's module when the command runs, and lists its commands without imports. Apps add
-commands by entry points (GROUP): each names a table like `sections` below, in a module that imports nothing heavy.
-Its headings are those of `paceline --help`, or SERVE for roles of `paceline serve`."""
+commands by entry points (GROUP): each names a table like `sections` below, in a module that imports nothing heavy. The
+headings of a table are those of `paceline --help`, or SERVE for roles of `paceline serve`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Sections = Mapping[str, Mapping[str, tuple[str, str]]]
 
 @functools.cache
 def sections_of_apps() -> Sections:
-    """Return the commands of apps by heading. An app with an unreadable table is left out with a line on stderr."""
+    """Return the commands of apps by heading. An app with an unreadable table is left out, and a line on stderr says
+    why."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda e: (not e.value.startswith("paceline."), e.name)):
         try:

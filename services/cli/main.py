@@ -103,7 +103,7 @@ SERVICES = {
         "reward": "A reward worker: scores completions.",
         "environment": "An environment worker: runs episodes of several turns.",
         "learner": "The learner: trains and publishes weights.",
-        "host-agent": "The relay that brings weights to the workers of a host, which start a relay by themselves.",
+        "host-agent": "The relay that brings weights to the workers of a host. Workers start one if there is none.",
     }.items()
 }
 

@@ -1,5 +1,5 @@
-"""Output of the commands: facts, and the tables and lines of up to 100 columns made from them. `--json` prints the same
-facts, so text and JSON never disagree. rich is imported only when a table is printed."""
+"""Prints the output of the commands: tables and lines of up to 100 columns, which are made from facts. `--json` prints
+the same facts, so text and JSON never disagree. rich is imported only when a table is printed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def state_cell(facts: Facts) -> str:
 
 
 def member_facts(member: Member) -> Facts:
-    """Return the facts of a member; `version` is null until it has acknowledged a version."""
+    """Return the facts of a member; `version` is null until the member has acknowledged a version."""
     from paceline.v1.common_pb2 import Role
 
     version = {"session": member.version.session, "step": member.version.step}
@@ -144,7 +144,7 @@ def _event_line(kind: str, content: Mapping[str, Any]) -> str:
 
 def step_line(metrics: Mapping[str, Any]) -> str:
     """Return a line of at most STEP_COLUMNS for a trained step; parts at its end are left out if they do not fit. A run
-    with rollouts shows its reward even in a step in which no function gave one."""
+    with rollouts shows its reward even in a step in which no function gave a reward."""
     parts = [f"step {metrics['step']:>4}"]
     if "reward" in metrics or "completion_length" in metrics:
         parts.append(f"reward {_number(metrics.get('reward'), '6.3f')}")
@@ -259,7 +259,8 @@ def _episode_line(episode: Mapping[str, Any]) -> str:
 
 
 def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a conversation; text that the model did not write is behind a bar, as the learner masks it."""
+    """Yield the lines of a conversation; text that the model did not write, which the learner masks, is behind a
+    bar."""
     prompt = episode["prompt"]  # `reset` returned it, so it is in this episode's prompt alone
     opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     for message in [*opening, *episode["messages"]]:

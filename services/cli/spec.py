@@ -11,7 +11,7 @@ from paceline.services.common.options import json_option, print_json
 @click.command()
 @click.argument("file", type=click.Path(), required=False)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--explain", metavar="KEY", help="Explain a key, a section or another library's name for one, instead.")
+@click.option("--explain", metavar="KEY", help="Only explain a key, a section, or another library's name for either.")
 @json_option
 def spec(file: str | None, overrides: tuple[str, ...], explain: str | None, as_json: bool) -> None:
     """Check FILE with its overrides and print it with all defaults; without FILE, list the sections."""

@@ -80,8 +80,8 @@ def list_tokens(directory: Path, as_json: bool) -> None:
 @files_option
 @caller_token_file_option
 def revoke(name: str, directory: Path) -> None:
-    """Revoke the tokens of NAME: within five seconds its calls are refused, its streams end, and its workers are
-    removed. The name of the token that the coordinator made in its directory is `bootstrap`."""
+    """Revoke the tokens of NAME: within five seconds NAME's calls are refused, NAME's streams end, and NAME's workers
+    are removed. The name of the token that the coordinator made in its directory is `bootstrap`."""
     bootstrap = read_token(token_path(directory / TOKEN_NAME)) if name == BOOTSTRAP else ""
     number = revoke_token(directory / FILE_NAME, name, bootstrap)
     click.echo(f"revoked {counted(number, 'token')} of {name}")

@@ -2,7 +2,8 @@
 torch.
 
 Promise: a host with GPUs never trains on CPUs silently. If a spec names no GPUs, they are divided by a rule that is
-shown on the screen. A GPU has the number that CUDA has for it here: its index in CUDA_VISIBLE_DEVICES if that is set.
+shown on the screen. A GPU has the number that CUDA has for it here: its index in CUDA_VISIBLE_DEVICES if that variable
+is set.
 """
 
 from __future__ import annotations
@@ -96,10 +97,10 @@ def named_in(cluster: ClusterSection) -> tuple[int, ...]:
 
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
     """Return the `cluster` section with `number` GPUs divided among its roles, and a sentence about the division (empty
-    without GPUs). GPUs in the spec stay, and the sentence names each role that computes on CPUs. Otherwise all share
-    a single GPU; of several the learner gets half, one for each rank, and the rollout workers the others; without
-    `rollout` the learner gets all. Numbers of ranks and workers that the spec does not set become those of the GPUs.
-    Raises SpecError, with the keys to set, if no division is possible."""
+    without GPUs). If the spec names GPUs, they stay, and the sentence names each role that computes on CPUs. Otherwise
+    all roles share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers get
+    the rest; without `rollout` the learner gets all. Numbers of ranks and workers that the spec does not set become the
+    numbers of their GPUs. Raises SpecError, with the keys to set, if no division is possible."""
     if cluster.device == "cpu":
         unused = f"cluster.device is cpu, which leaves {counted(number, 'GPU')} of this host unused" if number else ""
         return cluster, unused
@@ -114,12 +115,13 @@ def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tup
 
 
 def missing_gpus(cluster: ClusterSection, number: int) -> str:
-    """Return an error about the first named GPU that a host with `number` GPUs lacks, with the remedy, else ""."""
+    """Return an error about the first named GPU that a host with `number` GPUs lacks, with the remedy; empty if it
+    lacks none."""
     for role in ROLES:
         for gpu in _gpus_of(cluster, role):
             if gpu >= number:
                 return (
-                    f"the spec asks for GPU {gpu} (counted from 0; cluster.{role}_gpus), and this host shows {counted(number, 'GPU')}; "
+                    f"the spec asks for GPU {gpu} (counted from 0; cluster.{role}_gpus), but this host shows {counted(number, 'GPU')}; "
                     f"see `paceline doctor` and CUDA_VISIBLE_DEVICES, name other GPUs, or set cluster.{role}_gpus=[] for CPUs"
                 )
     return ""
@@ -130,7 +132,7 @@ def refuse_cpu(cluster: ClusterSection, role: str, sees: str = "torch finds no G
     Raises Unavailable, because another process of the role may have the GPUs."""
     if gpus := _gpus_of(cluster, role):
         raise Unavailable(
-            f"the run asks for {_numbers(gpus)} (cluster.{role}_gpus), and {sees}; see `paceline doctor`, or set "
+            f"the run asks for {_numbers(gpus)} (cluster.{role}_gpus), but {sees}; see `paceline doctor`, or set "
             f"cluster.{role}_gpus=[] for CPUs"
         )
 

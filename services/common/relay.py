@@ -1,6 +1,7 @@
-"""Two paths for large transfers: a worker's connection to the relay of its host, made when a run first needs it and
-kept for the worker's life; and the network interface (`--fabric`) for weights between hosts and for a learner's
-collectives. Control stays on the network of the hosts' names (`--host`, `--advertise-host`), which is often slow."""
+"""Provides two paths for large transfers. One is a worker's connection to the relay of its host: it is made when a run
+first needs it, and kept for the worker's life. The other is the network interface (`--fabric`) for weights between
+hosts and for a learner's collectives. Control stays on the network of the hosts' names (`--host`, `--advertise-host`),
+which is often slow."""
 
 from __future__ import annotations
 

@@ -32,14 +32,15 @@ MAX_BLOB_BYTES = 8 << 30
 FULL_S = 60.0
 """Seconds after which a client may retry an upload that did not fit."""
 VERIFIED_BYTES = 2 << 30
-"""A request for missing files reads at most this many bytes to verify files of the right size, and beyond them
-only `_suspects`."""
+"""A request for missing files reads at most this many bytes to verify files of the right size. After that, it reads
+only files of `_suspects`."""
 UNUSED_S = 3600.0
 """Seconds for which a file that no run refers to is kept, because the submission of its run may still arrive."""
 
 
 class BlobStore:
-    """Files below `folder`: `max_blob_bytes` each, `quota_bytes` together at most; `min_free_bytes` stay free on disk."""
+    """Files below `folder`: `max_blob_bytes` each, `quota_bytes` together at most; `min_free_bytes` stay free on
+    disk."""
 
     def __init__(
         self,
@@ -62,10 +63,11 @@ class BlobStore:
         self._verified: dict[str, int] = {}
         """Bytes of each file whose content was verified, by SHA-256; emptied when damage is found."""
         self._suspects: set[str] = set()
-        """Files that were here when another was found damaged, and that were not verified since."""
+        """Files that the store had when another file was found damaged, and that were not verified since then."""
 
     def has(self, sha256: str) -> bool:
-        """Return whether the store has a complete file, and set its time of use to now, so that it is not removed soon."""
+        """Return whether the store has a complete file, and set its time of use to now, so that it is not removed
+        soon."""
         path = self._path(sha256)
         if not path.is_file():
             return False
@@ -107,7 +109,8 @@ class BlobStore:
         }
 
     def received(self, sha256: str) -> int:
-        """Return the number of bytes that arrived before a transfer broke off; the next transfer continues from there."""
+        """Return the number of bytes that arrived before a transfer broke off; the next transfer continues from
+        there."""
         _check_digest(sha256)
         if self._key is not None:
             return 0
@@ -118,9 +121,9 @@ class BlobStore:
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def begin(self, sha256: str, size: int, offset: int) -> None:
-        """Reserve the bytes of a partial file until `end`. Raises InvalidInput for a file that is too large; Busy
-        beyond the quota or the free space; Conflict if another client sends the file, or if the file does not
-        continue at `offset`."""
+        """Reserve the bytes of a partial file until `end`. Raises InvalidInput for a file that is too large; Busy if
+        the quota or the free space is too small for it; Conflict if another client sends the file, or if the file
+        does not continue at `offset`."""
         _check_digest(sha256)
         if size > self._max_blob_bytes:
             raise InvalidInput(
@@ -220,7 +223,7 @@ class BlobStore:
                 is_damaged = True
         if is_damaged or (digest is not None and digest.hexdigest() != sha256):
             _remove(self._path(sha256))
-            if sha256 not in self._suspects:  # what has damaged this file may have damaged others
+            if sha256 not in self._suspects:  # the cause of the damage may have damaged other files too
                 self._verified, self._suspects = {}, {path.parent.name + path.name for path, _, _ in self._entries()}
             self._suspects.discard(sha256)
             raise NotFound(_gone(sha256))

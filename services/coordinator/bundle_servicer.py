@@ -92,8 +92,9 @@ class Upload:
 
     def take(self, sha256: str, size: int, offset: int, data: bytes) -> None:
         """Add a part, and complete the file after its last part. A part of a file that the store already has is
-        ignored. Raises InvalidInput for a part that does not follow the one before, a wrong digest or a file that is
-        too large; Busy beyond the quota; Conflict if the client has to request the list of missing files again."""
+        ignored. Raises InvalidInput for a part that does not follow the previous part, for a wrong digest, and for a
+        file that is too large; Busy if the quota is too small; Conflict if the client has to request the list of
+        missing files again."""
         if len(data) > CHUNK_BYTES:
             raise InvalidInput(f"a part has {len(data)} bytes, but at most {CHUNK_BYTES} are allowed")
         if self._file is None or sha256 != self._sha256:

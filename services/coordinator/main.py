@@ -75,7 +75,8 @@ NEEDED_BYTES = 4 << 20
 
 
 async def wait_for_space(directory: Path, stop: asyncio.Event) -> None:
-    """Wait until the disk has space to open and write the ledger. Workers retry, as with any unreachable coordinator."""
+    """Wait until the disk has space to open and write the ledger. Workers retry, as with any unreachable
+    coordinator."""
     is_logged = False
     while (free_bytes := shutil.disk_usage(directory).free) < NEEDED_BYTES and not stop.is_set():
         if not is_logged:
@@ -311,7 +312,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
     type=click.IntRange(1, MAX_MB),
     default=65_536,
     show_default=True,
-    help="Most MB that the files of bundles may take, all runs together.",
+    help="Largest number of MB that the files of all bundles may take together.",
 )
 @click.option(
     "--pool",

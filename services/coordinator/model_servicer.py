@@ -1,5 +1,5 @@
-"""Registration, promotion and rollback of models: the control plane's ModelService, and the same calls on a ledger that
-this process has opened. Promise: lineage agrees with the records of the run, evidence with the exported files, and
+"""Registers, promotes and rolls back models, as the control plane's ModelService and on a ledger that this process has
+opened. Promise: a model's lineage agrees with the records of its run, its evidence agrees with the exported files, and
 no version is promoted past a gate without a recorded reason. Every call is idempotent."""
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def find(ledger: Ledger, reference: Reference) -> ModelVersion:
 
 
 def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, caller: str) -> ModelVersion:
-    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict if it has not passed, without `override`."""
+    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict if the version has not passed its
+    gate, or was rolled back, and `override` is empty."""
     check_alias(alias)
     _check_reason(override, "override")
     with ledger.transaction():
@@ -97,8 +98,8 @@ def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, 
 
 
 def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, caller: str) -> ModelVersion:
-    """Return an alias from `version` to its previous holder, and return that version. Raises NotFound, InvalidInput;
-    Conflict if `version` does not have the alias, or if no version had it before."""
+    """Move an alias from `version` back to its previous holder; return the previous holder. Raises NotFound,
+    InvalidInput; Conflict if `version` does not have the alias, or if no version had it before."""
     check_alias(alias)
     _check_reason(reason, "reason")
     if not reason:
@@ -111,7 +112,7 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
             return find(ledger, Reference(name, holder))  # the call was repeated
         if holder != version:
             raise Conflict(
-                f"{name}:{version} does not have the alias {alias!r}, but {name}:{holder} has; roll back that version"
+                f"{name}:{version} does not have the alias {alias!r}; {name}:{holder} has it, so roll back that version"
             )
         promotion = ledger.models.promotion(name, alias, version)
         previous = promotion.previous if promotion is not None else 0
@@ -124,7 +125,8 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
 
 
 def override_of(model: ModelVersion, changes: Sequence[ModelChange]) -> str:
-    """Return the override reason of a version's newest promotion; empty if it had passed its gate or was never promoted."""
+    """Return the override reason of a version's newest promotion; empty if it had passed its gate or was never
+    promoted."""
     promotions = [each for each in changes if each.kind == "promote" and each.version == model.version]
     return promotions[-1].reason if promotions else ""
 
@@ -255,8 +257,8 @@ class ModelServicer(registry_pb2_grpc.ModelServiceServicer):
         caller = current_caller()
         if not request.run_id and caller is not None and not caller.steers_all:
             raise InvalidInput(
-                f"run_id is empty; {caller.name} may register models of their own runs only, so name the run. Models from elsewhere "
-                "need the role operator"
+                f"run_id is empty; {caller.name} may register models of their own runs only, so name the run. To "
+                "register a model without a run, a caller needs the role operator"
             )
         async with self._lock:
             return self._calls.Register(request)

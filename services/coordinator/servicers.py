@@ -175,7 +175,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.WorkerServiceDrainResponse(held=held.get(member.member_id, 0))
 
     async def _read(self, member: Member, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
-        """Process the member's reports. When its stream ends, or a report fails, end the stream of directives to it."""
+        """Process the member's reports. When its stream ends, or a report fails, end the stream of its directives."""
         try:
             with contextlib.suppress(grpc.aio.BaseError):  # the stream broke
                 async for report in reports:
@@ -269,7 +269,7 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
 
     def _note_refusal(self, request: access_pb2.IdentifyRequest, context: Context, why: str) -> None:
         asker = current_caller()
-        details = f"a service of {asker.name if asker else 'a worker'} was called with a token: {why}"
+        details = f"a service of {asker.name if asker else 'a worker'} was called with a refused token: {why}"
         code = grpc.StatusCode.UNAUTHENTICATED
         self._note(Call(IDENTIFY, asker, context.peer(), request, code, details))
 

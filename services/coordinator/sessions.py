@@ -1,11 +1,11 @@
-"""Sessions of the learner: their numbers, the checkpoints that they begin from, and which checkpoints are kept.
+"""Numbers the learner's sessions, and decides which checkpoint a session begins from and which checkpoints are kept.
 
 A checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay, and the next
-session begins from the next older one, in the end from step 0. A person who resumes the run clears the marks.
+session begins from the next older one, or from step 0 if there is none. A person who resumes the run clears the marks.
 
-Versions and checkpoints are named by session and step. A ledger that was restored from a backup knows less than the
-disk and the workers, and a number that is assigned twice would name two sets of weights. So a new number is always
-larger than all that they know.
+Versions and checkpoints are named by session and step. A ledger that was restored from a backup may lack sessions that
+the disk and the workers have, and a number that is assigned twice would name two sets of weights. So the number of a
+new session is always larger than every number that the ledger, the disk or a worker has.
 
 The newest checkpoints are kept, or the newest and the best by a metric. The ledger deletes its rows first, then the
 learner deletes the files, so a restart never gets a deleted checkpoint if a process dies in between.
@@ -42,7 +42,8 @@ class Start(NamedTuple):
 
 
 def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
-    """Return the newest loadable checkpoint, or step 0. Raises NotFound if samples of later steps were not kept."""
+    """Return the newest loadable checkpoint, or step 0. Raises NotFound if the steps after it cannot be trained again,
+    because their samples were not kept."""
     newest = ledger.checkpoints.newest(run.run_id)
     start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
     if run.spec.logger.keep_samples:
@@ -54,28 +55,29 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
     damaged = [each for each in reversed(ledger.checkpoints.kept(run.run_id)) if each.damaged]
     reasons = "; ".join(f"{each.path}: {each.damaged}" for each in damaged) or "no checkpoint is registered"
     raise NotFound(
-        f"no checkpoint can be loaded from which training could continue ({reasons}), and the samples of step {gone} were "
-        f"not kept (logger.keep_samples is false). Restore a checkpoint, then `paceline resume {run.run_id}`"
+        f"training cannot continue from any checkpoint that can be loaded ({reasons}), because the samples of step "
+        f"{gone} were not kept (logger.keep_samples is false). Restore a checkpoint, then `paceline resume "
+        f"{run.run_id}`"
     )
 
 
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
-    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if the run does
-    not have it. Inside a transaction."""
+    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if the run has no
+    such checkpoint. Inside a transaction."""
     marked = [checkpoint for checkpoint in ledger.checkpoints.kept(run_id) if checkpoint.path == path]
     ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
-    """Return why a report of a checkpoint is refused; empty if accepted. The next session opens the reported path."""
+    """Return why a report of a checkpoint is refused; empty if accepted. The next session opens an accepted path."""
     expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
     if report.path != str(expected):
-        return f"path {report.path[:200]!r} is not {str(expected)!r}"
+        return f"path is {report.path[:200]!r}, but must be {str(expected)!r}"
     if not SHA256.fullmatch(report.sha256):
         return f"sha256 {report.sha256[:80]!r} is not a SHA-256"
     if not 0 <= report.step <= run.spec.max_num_steps:
-        return f"step {report.step} is not from 0 to the run's last step, {run.spec.max_num_steps}"
+        return f"step is {report.step}, but must be from 0 to the run's last step, {run.spec.max_num_steps}"
     return ""
 
 
@@ -116,7 +118,7 @@ class SessionNumbers:
     def note_session(self, run_id: str, newest: int, session: int) -> bool:
         """Note a used session number of the run; `newest` is the ledger's. Return False for an impossible number."""
         if not 0 <= session <= newest + MOST_LOST:
-            log.warning("ignoring session %d of run %s, because the newest session is %d", session, run_id, newest)
+            log.warning("ignoring session %d of run %s: too far from the newest session, %d", session, run_id, newest)
             return False
         self._heard[run_id] = max(self._heard.get(run_id, 0), session)
         return True
@@ -183,7 +185,7 @@ def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[
 
 def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
     """Mark the surplus checkpoints as removed. Inside a transaction. A checkpoint that could not be loaded is not
-    counted. It stays while it is newer than the oldest one that is kept."""
+    counted, and it stays while it is newer than the oldest kept checkpoint."""
     kept = ledger.checkpoints.kept(run_id)
     sound = [checkpoint for checkpoint in kept if not checkpoint.damaged]
     candidates = [

@@ -124,7 +124,7 @@ def _free(directory: Path) -> Path:
 
 
 class Screen:
-    """Output of the demo: a live chart on a terminal, plain lines elsewhere."""
+    """Output of the demo: a live chart on a terminal, plain lines otherwise."""
 
     def __init__(self, *, quiet: bool):
         self._quiet = quiet

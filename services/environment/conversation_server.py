@@ -3,7 +3,7 @@ sample.
 
 A program that accepts an OpenAI base URL needs nothing else: the secret identifies the conversation, and any API key is
 accepted. Promise: a request is answered only from its own conversation and after its turn is recorded, so a stream
-sends all of it in a few events. Requests of an ended conversation are refused. No request ends the service.
+sends the whole turn in a few events. Requests of an ended conversation are refused. No request ends the service.
 
 Order of waiting: a request waits for a turn of its conversation, which waits for a rollout worker and for the turn log.
 The end of a conversation cancels its requests.
@@ -181,10 +181,11 @@ class ConversationServer:
     def _check(self, ask: Ask) -> None:
         """Raise Unsupported for parameters that change the tokens and are impossible in an episode."""
         if (ask.n or 1) > 1:
-            raise Unsupported(f"n is {ask.n}, but a request of an episode is one turn; remove it", "n")
+            raise Unsupported(f"n is {ask.n}, but a request of an episode is one turn; remove n", "n")
         if ask.stops:
             raise Unsupported(
-                "stop is set, but turns end at tokens (policy.generation, or stop_token_ids); remove it", "stop"
+                "stop is set, but in an episode only tokens end a turn (policy.generation, or stop_token_ids); remove stop",
+                "stop",
             )
         if len(ask.stop_token_ids or ()) > MAX_STOP_IDS:
             raise Unsupported(f"stop_token_ids has more than {MAX_STOP_IDS} ids", "stop_token_ids")

@@ -42,7 +42,7 @@ NAME = "paceline.v1.EnvironmentWorker"
     type=click.IntRange(0, 4096),
     default=0,
     show_default=True,
-    help="Processes for user code; 0: environment.processes of the run, or one process for each core if the run has 0 too.",
+    help="Number of processes for user code; 0 means the run's environment.processes, and if that is 0 too, one for each core.",
 )
 @functions_from_option
 @user_code_options

@@ -1,4 +1,4 @@
-"""Runs an environment worker's part of one run: leases groups, runs their episodes, submits the results.
+"""Runs an environment worker's part of one run: leases groups, runs their episodes, and submits the results.
 
 Order of waiting: the lease loop waits for room or for the exchange. The task of a group waits for its episodes (which
 wait for rollout workers, user code and the exchange's commits), then for the reply to its result, and keeps the group
@@ -6,8 +6,8 @@ until then.
 
 Promise: every leased group ends in a submission, in a returned lease with the reason, or in the message that another
 worker holds the lease. A fault of one group ends neither other groups nor the worker. A request is repeated until it is
-answered, also over a restart of the coordinator, and the exchange answers `duplicate` to what it has already; so a call
-ends with the turn recorded or the lease lost.
+answered, also over a restart of the coordinator; the exchange answers `duplicate` if it has the content already. So
+each call ends with the turn recorded or the lease lost.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ class EnvironmentRun:
         )
 
     async def _return_lease(self, lease: pb.Lease, error: str = "", reason: str = "") -> None:
-        """Return a lease; its turns stay in the ledger. An `error` counts as a failure, which some reasons make final."""
+        """Return a lease; its turns stay in the ledger. An `error` counts as a failure; some reasons make the failure
+        final."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,

@@ -1,13 +1,13 @@
 """Samples the turns of leased groups on rollout workers.
 
-Promise: a turn is retried until it succeeds. If a worker drains, another continues from its tokens; if a worker dies,
-refuses or cannot be reached, its tokens are lost and another worker is tried. Only two things end a turn without an
-answer: workers reject the request itself (InvalidInput), or the lease cannot continue here (`LeaseLost`).
+Promise: a turn is retried until it succeeds. If a worker drains, another worker continues from its tokens; if a worker
+dies, refuses or cannot be reached, its tokens are lost and another worker is tried. Only two things end a turn without
+an answer: workers reject the request itself (InvalidInput), or the lease cannot continue here (`LeaseLost`).
 
 Order of waiting: a turn waits for a listed worker with new enough weights, then for its answer, without a deadline:
 gRPC's keepalive ends a silent connection, and a worker ends itself if its engine hangs (`services/rollout/run.py`). A
 conversation stays with its worker, whose prefix cache has its history, as long as that worker is listed, holds new
-enough weights and has not just failed. A new one goes to the worker with the fewest conversations.
+enough weights and has not just failed. A new conversation goes to the worker with the fewest conversations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class SamplingWorker:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Return what its connection belongs to: a successor at the same address has other tickets."""
+        """Return the id and the address by which its connection is kept: a successor at the same address has other
+        tickets."""
         return self.member_id, self.address
 
     def serves(self, required: RequiredWeights) -> bool:
@@ -151,7 +152,7 @@ class Pauses(NamedTuple):
 
 PAUSES = Pauses()
 SUSPECT_BREAKS = 2
-"""Number of broken answers after which a turn may be the cause; only one such turn is sampled at a time."""
+"""Number of broken answers after which their turn may be the cause; only one such turn is sampled at a time."""
 
 MAX_BREAKS = 4
 """If this many answers of a turn were broken, the turn counts as the reason why workers ended."""
@@ -231,11 +232,13 @@ class SamplingWorkers:
                     await self._changed.wait()
             gone_s += loop.time() - began_s
             if required.pinned is not None and pause_s is None and gone_s >= self._pauses.gone_s:
-                raise PinLost(f"worker {required.pinned_member} does not serve {tuple(required.pinned)} any more")
+                raise PinLost(
+                    f"worker {required.pinned_member} does not serve version {tuple(required.pinned)} any more"
+                )
         return worker
 
     def limit_suspects(self, is_suspect: bool) -> contextlib.AbstractAsyncContextManager[object]:
-        """Return a context that allows one suspect turn at a time and any number of others."""
+        """Return a context that allows one suspect turn at a time and any number of other turns."""
         return self._suspects if is_suspect else contextlib.nullcontext()
 
     async def ask(self, worker: SamplingWorker, request: rollout_pb2.GenerateRequest) -> Answer:
@@ -314,7 +317,7 @@ class SamplingWorkers:
         return rollout_pb2_grpc.RolloutServiceStub(channel), self._provers[place]
 
     def _known(self, place: tuple[str, str]) -> Credential | Metadata:
-        """Return what a call of a worker proves: its ticket, never a token."""
+        """Return the proof for a call of a worker: its ticket, never a token."""
         ticket = self._tickets[place]
         return Credential.of_ticket(ticket) if ticket is not None else ()
 

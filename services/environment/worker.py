@@ -100,8 +100,8 @@ class EnvironmentWorker:
 
     @contextlib.asynccontextmanager
     async def _set_up(self, assignment: worker_pb2.RunAssignment) -> AsyncIterator[EnvironmentRun]:
-        """Load the tokenizer and the user code of a run. Raises InvalidInput for unusable code, and the set-up's
-        errors."""
+        """Load the tokenizer and the user code of a run. Raises the errors of the set-up, and InvalidInput if the code
+        cannot be used."""
         spec, bundle = spec_of(assignment), assignment.bundle
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the environment: {why}")

@@ -1,5 +1,5 @@
-"""The parts of a learner's rank that others use: its asyncio loop, which runs beside the computing main thread, and the
-orders of checkpoints and exports, which all ranks carry out after the current step."""
+"""Holds the parts of a learner's rank that other modules use: its asyncio loop, which runs beside the computing main
+thread, and the orders of checkpoints and exports, which all ranks carry out after the current step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The learner service: `paceline serve learner` (also `paceline-learner`) starts its ranks. A single rank runs in this
-process; several are its children, all of which end if one dies (`services/learner/launcher.py`). The starter of the
-service then starts it again, and a new session begins from the newest checkpoint. On several hosts each runs this
+process; several ranks are its children, and all ranks end if one dies (`services/learner/launcher.py`). The starter
+then starts the service again, and a new session begins from the newest checkpoint. On several hosts each runs this
 service with the same --nodes (`services/learner/nodes/launcher.py`). `services/learner/rank.py` is a rank,
 `services/learner/training/run.py` its work on one run."""
 

@@ -253,17 +253,17 @@ class LearnerRank:
 MAX_REPLACEABLE = 1024
 """At most this many replaceable reports may wait; beyond this number the oldest is dropped."""
 TOKEN_STATISTICS = 8
-"""The token statistics of at most this many steps may wait. Those of a step replace waiting ones of an earlier step with
-the same remainder by this number."""
+"""The token statistics of at most this many steps may wait. The statistics of a step replace the waiting statistics of
+an earlier step whose number has the same remainder by this number."""
 Key = tuple[str, str | int]
 
 
 class ReportQueue:
-    """Holds reports for `send`, which waits while there is no stream; bounded, however long that takes. For some
-    reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version,
-    token statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a
-    run) wait in order and are never dropped; a session has a few of them. Any thread may make the queue and `put` a
-    report; `call` calls a function in the loop that runs `run`."""
+    """Holds reports for `send`, which waits while there is no stream. The queue is bounded, however long `send` waits.
+    For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged
+    version, token statistics. Such a report replaces its waiting predecessor. All other reports (checkpoints, set-up,
+    the end of a run) wait in order and are never dropped; a session has a few of them. Any thread may make the queue
+    and `put` a report; `call` calls a function in the loop that runs `run`."""
 
     def __init__(
         self, call: Callable[[Callable[[], None]], object], send: Callable[[worker_pb2.ConnectRequest], Awaitable[None]]

@@ -1,10 +1,10 @@
-"""The device of a learner's rank, and the process group of its ranks, on sockets that only this host can reach.
+"""Sets up the device of a learner's rank, and the process group of the ranks, on sockets that only this host can reach.
 
 Ranks of one host meet in the file that their launcher passes to them (`launcher.py`). gloo's connections between them
-listen on loopback, whatever `--host` says; NCCL's on the interface of `--host`, because the process may also need NCCL
-towards other hosts. Ranks on several hosts meet in their nodes' rendezvous store (`nodes/launcher.py`), and gloo and
-NCCL take the interface by which this host reaches it. Ranks of another launcher meet as torch's environment variables
-say.
+listen on loopback, whatever `--host` says; NCCL's connections listen on the interface of `--host`, because the process
+may also need NCCL towards other hosts. Ranks on several hosts meet in their nodes' rendezvous store
+(`nodes/launcher.py`), and gloo and NCCL take the interface by which this host reaches the store. Ranks of another
+launcher meet as torch's environment variables say.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def meeting_host() -> str:
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """Set how long later collectives of this rank wait for the others."""
+    """Set how long later collectives of this rank wait for the other ranks."""
     if dist.is_initialized():
         for group in (dist.group.WORLD, *mesh_groups()):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -137,12 +137,12 @@ def set_up_device(device: str, host: str) -> torch.device:
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
         raise Unavailable(
-            f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
+            f"--device is cuda, but torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
         )
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if cuda and rank >= (number := torch.cuda.device_count()):
         raise Unavailable(
-            f"rank {rank} (counted from 0) of the learner needs a GPU for itself, and torch finds only {number}; see "
+            f"rank {rank} (counted from 0) of the learner needs a GPU for itself, but torch finds only {number}; see "
             "`paceline doctor`, or start fewer ranks (cluster.learner_ranks)"
         )
     if device == "auto" and not cuda and (idle := unused_gpus("learner")):

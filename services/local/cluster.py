@@ -3,7 +3,8 @@
     with LocalCluster(Path("runs"), spec.cluster) as cluster:
         client = Client(cluster.address)
 
-The services and the clients of this process find the coordinator's token by an environment variable with its path.
+The services and the clients of this process find the coordinator's token by an environment variable with the path of
+the token's file.
 
 Promises: every service has a log file under `<directory>/logs/`. A service that dies is restarted, with back-off if it
 keeps dying, and its death is logged in one line; all services end with the cluster. Only a coordinator that cannot
@@ -58,7 +59,7 @@ TRACKERS = "trackers"
 READERS = (DASHBOARD, TRACKERS)
 """Services that read the coordinator's records; nothing waits for them."""
 BEHIND = ("nice", "-n", "10")
-"""Launcher of these services: the others get the processor first."""
+"""Launcher of these services: all other services get the processor first."""
 ROLES = (*WORKERS, "coordinator", *READERS)
 NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
@@ -87,13 +88,13 @@ class LocalCluster:
         preload: Sequence[str] = (),
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free port; `grace_s` is every service's
-        `--grace`. `options` are further options of a role's command line, and `launchers` commands that start a
-        role's services, such as `ip netns exec NAME`. `say` gets one line for each death. A service that has died
-        `max_deaths` times in a row is given up, and `check` then raises (None: never). `gpus` are this host's GPUs,
-        by their names in CUDA_VISIBLE_DEVICES; by default they are detected. Services get those GPUs that `cluster`
-        names. If `preload` names modules and there are no GPUs, workers are forked from a process that has imported
-        them; then this process adopts what its descendants leave behind, and the thread that calls `start_coordinator`
-        must live as long as the cluster. Raises SpecError if the GPUs cannot be divided."""
+        `--grace`. `options` are further options of a role's command line, and `launchers` commands that start a role's
+        services, such as `ip netns exec NAME`. `say` gets one line for each death. A service that has died `max_deaths`
+        times in a row is given up, and `check` then raises (None: never). `gpus` are this host's GPUs, by their names
+        in CUDA_VISIBLE_DEVICES; by default they are detected. Services get those GPUs that `cluster` names. If
+        `preload` names modules and there are no GPUs, workers are forked from a process that has imported these
+        modules; then this process adopts what its descendants leave behind, and the thread that calls
+        `start_coordinator` must live as long as the cluster. Raises SpecError if the GPUs cannot be divided."""
         require_linux("LocalCluster")
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -202,8 +203,9 @@ class LocalCluster:
         self._add(TRACKERS, ["paceline.apps.tracking.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
-        """Start one more service of `role` and return its name, the name of a removed service if that has ended. A
-        rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
+        """Start one more service of `role` and return its name. The service may get the name of a removed service that
+        has ended. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the other rollout workers in
+        turn."""
         name = f"{role}-{self._free_index(role)}"
         role_options = {
             "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],
@@ -300,7 +302,7 @@ class LocalCluster:
             service.wait_ended(max(0.1, allowed_s - (time.monotonic() - started_s)))
 
     def _gains_by_fork(self, role: str) -> bool:
-        """Return whether a service imports torch itself; several ranks of a learner are processes of their own."""
+        """Return whether a service imports torch itself; several ranks of a learner are separate processes."""
         is_launcher = role == "learner" and self.cluster.learner_ranks > 1
         return role in WORKERS and role not in self._launchers and not is_launcher
 
@@ -378,7 +380,7 @@ def _say_link(ready_file: Path, token_file: Path, say: Callable[[str], None]) ->
 
 
 def free_port(host: str, usual: int) -> int:
-    """Return the usual port, or 0 if that is taken."""
+    """Return the usual port, or 0 if it is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

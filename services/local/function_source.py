@@ -1,7 +1,7 @@
 """Writes a function object to a file with everything that it uses of its module, for reward functions of a notebook or
 script. Nothing is pickled. The file has the function, the functions and classes that it uses and that were defined
 beside it, the imports that they use, and constants. A function that needs more, such as a variable of an enclosing
-function, is refused with that name."""
+function, is refused, and the error names what is missing."""
 
 from __future__ import annotations
 

@@ -93,13 +93,13 @@ def train(
     """Train one run on this host, and return its results after it has succeeded.
 
     `spec` is a `RunSpec`, a mapping of sections, or a YAML file with `overrides` ("section.key=value"); `sections`
-    (`policy={...}`, `algorithm="sft"`) are laid over it, or are the whole spec. `rewards` are function objects, names
+    (`policy={...}`, `algorithm="sft"`) override its keys, or are the whole spec. `rewards` are function objects, names
     (`math_accuracy`, `file.py:function`) or sections with weights. `data` and `validation` are paths, or rows that are
     written to a file. `directory` holds the ledger and the runs; `show` gets a line for each step and warning, None
     shows nothing. `start_cluster` and `connect` are for tests.
 
     Raises InvalidInput (SpecError, DataError) for a spec or data that cannot be trained, and on other platforms than
-    Linux; PacelineError, with the run's message, for a run that has not succeeded.
+    Linux; PacelineError, with the run's message, if the run does not succeed.
     """
     require_linux("paceline.train")
     directory = Path(directory).resolve()

@@ -1,4 +1,4 @@
-"""The resources of this host for a run: memory, GPUs, services of each role, and the spec's local files."""
+"""Finds the resources of this host for a run: memory, GPUs, services of each role, and the spec's local files."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def cluster_here(spec: RunSpec) -> tuple[RunSpec, str]:
 
 def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     """Return the spec with each `auto` replaced by a value for this host, and sentences on the chosen values. Raises
-    SpecError if a GPU cannot hold its load; too little free memory of the host, which changes, gives only a warning
-    (`paceline.models.memory_estimate.shortage`)."""
+    SpecError if a GPU cannot hold its load; too little free memory of the host gives only a warning, because free
+    memory changes (`paceline.models.memory_estimate.shortage`)."""
     room, shape = room_here(), read_shape(spec.policy.model_name)
     spec, chosen = planned(spec, shape, room, has_vllm=importlib.util.find_spec("vllm") is not None)
     if shape is not None and (why_not := refusal(spec, shape, Room(gpu_bytes=room.gpu_bytes))):
@@ -65,8 +65,9 @@ MODEL_TYPE = re.compile(r"[a-z0-9_]+")
 
 
 def imports_of(specs: Sequence[RunSpec], sizes: ClusterSection) -> list[str]:
-    """Return the modules that workers of these runs import, for the process from which they are forked. They have no user
-    code: a model's module is one of transformers. Empty if a run uses vLLM, which starts processes by itself."""
+    """Return the modules that workers of these runs import, for the process from which they are forked. None of them
+    has user code: a model's module is one of transformers. Empty if a run uses vLLM, which starts processes by
+    itself."""
     if any(spec.samples and spec.policy.generation.backend == "vllm" for spec in specs):
         return []
     roles = [role for role in ("reward", "environment", "rollout") if getattr(sizes, f"{role}_workers")]

@@ -31,8 +31,8 @@ COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
 
 def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> list[str]:
     """Return the coordinator's options for each pool that the runs of this host need. `bounds` maps a role to the
-    smallest and largest number of its workers; default: none between runs, and at most one a core, or with GPUs as
-    the spec says."""
+    smallest and largest number of its workers; default: none between runs, and at most one for each core, or for
+    workers with GPUs the number in the spec."""
     numbers = {
         "rollout": (sizes.rollout_workers, sizes.rollout_gpus),
         "reward": (sizes.reward_workers, sizes.reward_gpus),

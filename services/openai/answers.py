@@ -1,7 +1,7 @@
 """Answers in the shapes of the OpenAI API, for chat and text, whole and as chunks of a stream. Each choice has an
-additional field `versions`, a list of [session, step, start, end): the weights of each range of tokens. `model`
-names the newest of them and `system_fingerprint` all of them, oldest first. A whole choice has `completion` if
-reward functions read more than its content: reasoning, calls or the stop string."""
+additional field `versions`, a list of [session, step, start, end): the weights of each range of tokens. `model` names
+the newest of these versions, and `system_fingerprint` names all of them, oldest first. A whole choice has `completion`
+if reward functions read more than its content: reasoning, calls or the stop string."""
 
 from __future__ import annotations
 

@@ -165,7 +165,8 @@ class ChatAsk(Ask):
     separate_reasoning: bool | None = None
     """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """Field of other servers: true if the last message is the assistant's, which is always continued, else false."""
+    """Field of other servers. It must be true if the last message is the assistant's, because such a message is always
+    continued; otherwise it must be false."""
     add_generation_prompt: bool | None = None
     """Opposite of `continue_final_message`."""
 
@@ -252,23 +253,23 @@ def read_tools(tools: Sequence[Json] | None) -> list[Json]:
     """Return the definitions in the API's form, `{"type": "function", "function": {...}}`, as templates take them.
     Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are not an object."""
     if tools is not None and len(tools) > MAX_TOOLS:
-        raise Unsupported(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are possible", "tools")
+        raise Unsupported(f"`tools` has {len(tools)} entries; at most {MAX_TOOLS} are possible", "tools")
     seen: set[str] = set()
     for tool in tools or ():
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise Unsupported(f"tools has an entry that is not a function: {tool!r:.80}", "tools")
+            raise Unsupported(f"`tools` has an entry that is not a function: {tool!r:.80}", "tools")
         name = function.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise Unsupported(
-                f"tools has a function with the invalid name {name!r:.80}; use 1 to 128 of the "
+                f"`tools` has a function with the invalid name {name!r:.80}; use 1 to 128 of the "
                 "characters A-Z a-z 0-9 _ . : -",
                 "tools",
             )
         if name in seen:
-            raise Unsupported(f"tools has two functions with the name {name!r}; rename one", "tools")
+            raise Unsupported(f"`tools` has two functions with the name {name!r}; rename one", "tools")
         if not isinstance(function.get("parameters", {}), dict | None):
-            raise Unsupported(f"tools has a function {name!r} whose parameters are not a JSON schema", "tools")
+            raise Unsupported(f"`tools` has a function {name!r} whose parameters are not a JSON schema", "tools")
         seen.add(name)
     return list(tools or ())
 

@@ -1,8 +1,8 @@
 """`POST /v1/responses`: converts a request to the equivalent chat. The server keeps nothing between requests. A request
 has the whole conversation as items (messages, calls, results, reasoning); neighbouring items of the assistant are
 one message of the chat. Features that would require earlier answers are refused by name. Every part of an answer is
-an item: reasoning, a message with one text, or a call. A stream's events have running numbers; an item's events
-come in the order added, deltas, done. The last event has the whole answer."""
+an item: reasoning, a message with one text, or a call. A stream's events have running numbers; an item's events come in
+the order `added`, deltas, `done`. The last event has the whole answer."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ResponsesAsk(BaseModel):
                     messages.append({"role": "tool", **answered})
                     assistant = None
                 case _:
-                    raise Unsupported(f"input has an item of type {kind!r:.60}, which is unknown", "input")
+                    raise Unsupported(f"`input` has an item of type {kind!r:.60}, which is unknown", "input")
         return [message for message in messages if message != _assistant_message()]
 
 
@@ -144,16 +144,16 @@ def _assistant_message() -> Json:
 
 def _message(item: Json) -> Json:
     if item.get("role") not in ROLES:
-        raise Unsupported(f"input has a message with the unsupported role {item.get('role')!r:.60}", "input")
+        raise Unsupported(f"`input` has a message with the unsupported role {item.get('role')!r:.60}", "input")
     return {"role": item["role"], "content": item.get("content")}
 
 
 def _reasoning(item: Json) -> str | None:
     if item.get("encrypted_content"):
-        raise Unsupported("input has encrypted reasoning, which this server cannot read; remove it", "input")
+        raise Unsupported("`input` has encrypted reasoning, which this server cannot read; remove it", "input")
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise Unsupported(f"input has reasoning in an unknown form: {item!r:.80}", "input")
+        raise Unsupported(f"`input` has reasoning in an unknown form: {item!r:.80}", "input")
     text = "".join(str(part.get("text") or "") for part in parts)
     return text or None
 
@@ -165,7 +165,9 @@ def _call(item: Json) -> Json:
 
 def _chat_tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise Unsupported(f"tools has an entry of type {tool.get('type')!r:.60}; only functions are supported", "tools")
+        raise Unsupported(
+            f"`tools` has an entry of type {tool.get('type')!r:.60}; only functions are supported", "tools"
+        )
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 

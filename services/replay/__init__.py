@@ -1,1 +1,1 @@
-"""Replay: recorded steps trained once more, alone."""
+"""Trains recorded steps again, without services."""

@@ -1,6 +1,6 @@
-"""The plan of a replay: its steps, the checkpoint to start from, the ranks and their groups, from the ledger, which is
-opened read-only. Promise: each rank gets the groups that it trained, by the function with which the exchange served
-them."""
+"""Makes the plan of a replay from the ledger, which is opened read-only: the steps, the checkpoint to start from, the
+ranks and their groups. Promise: each rank gets the groups that it trained, by the function with which the exchange
+served the groups."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class ReplayPlan:
 
 
 def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None) -> ReplayPlan:
-    """Make a plan from the ledger. If `end` is None, the replay ends after the last trained step. Raises NotFound for
-    an unknown run, without a checkpoint of step `start`, for a step that was not trained, and if samples were not
-    kept; SpecError for a spec of another version that differs in more than unknown keys."""
+    """Make a plan from the ledger. If `end` is None, the replay ends after the last trained step. Raises NotFound if
+    the run is unknown, if step `start` has no checkpoint, if a step was not trained, or if samples were not kept;
+    SpecError if the spec is of another version and differs in more than unknown keys."""
     row = ledger.run(run_id)
     spec, warnings = spec_of_run(run_id, row["spec_yaml"])
     end = row["next_step"] if end is None else end

@@ -1,6 +1,6 @@
 """Prepares the inputs of reward functions for a group: one entry for each completion or (with an environment) episode.
-Functions do not see an episode that was given up, and it has no reward. Suffixes: C samples of a group, F reward
-functions."""
+Functions do not see an episode that was given up, and such an episode has no reward. Suffixes: C samples of a group, F
+reward functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class GroupInputs:
 
 
 def inputs_of_completions(prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]) -> GroupInputs:
-    """Return a group's inputs without an environment; completions include an answer's beginning in the prompt."""
+    """Return a group's inputs without an environment; completions include the beginning of the answer if the prompt has
+    one."""
     count = len(completions)
     texts: list[Any] = [completion.text for completion in completions]
     if not isinstance(prompt, str):

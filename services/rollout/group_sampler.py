@@ -171,7 +171,7 @@ def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Com
         return None
     if len(begun) != lease.num_generations:
         log.error(
-            "group %d starts from the beginning: its earlier attempt has %d completions, but the lease is for %d",
+            "group %d starts from the beginning: its earlier attempt has %d completions, but the lease is for %d completions",
             lease.group_id,
             len(begun),
             lease.num_generations,
@@ -187,7 +187,7 @@ class Pace:
         self._clock = clock
         self._empty_since_s: float | None = clock()
         self._empty_s = 0.0
-        """Seconds without a lease until now, except those since `_empty_since_s`."""
+        """Seconds without a lease until now, except the seconds since `_empty_since_s`."""
         self._counted = (clock(), 0)
         """Clock and tokens when the number of tokens was last found to have grown."""
         self._tokens_per_s = 0.0
@@ -209,7 +209,7 @@ class Pace:
 
     def gauges(self, generated_tokens: int) -> dict[str, float]:
         """Return a heartbeat's gauges; `generated_tokens` counts the tokens of all completions that this worker ended.
-        The pace is that of the time until the newest completions, so it stays while a slow model decodes the next
+        The pace is measured until the newest completions, so it does not change while a slow model decodes the next
         ones."""
         now_s, empty_s = self._clock(), self._empty_s
         if self._empty_since_s is not None:

@@ -1,13 +1,13 @@
-"""A rollout worker's work on one run: requests leases while there is room, generates, submits the groups.
+"""A rollout worker's work on one run: requests leases while there is room, generates the groups, and submits them.
 
 Order of waiting: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
 for the exchange's reply, and keeps the group until then. New weights arrive independently
 (`services/rollout/weights.py`). In a run with an environment this worker has no leases: it samples the turns that
 environment workers request (`services/rollout/servicer.py`).
 
-A lease has no deadline, because a long completion is no fault, and heartbeats continue while an engine hangs. So a hang
-probe submits a request of one token and aborts it at once, which any engine answers between two decode steps, however
-long its queue.
+A lease has no deadline, because a long completion is no fault. Heartbeats do not show a hang, because they continue
+while an engine hangs. So a hang probe submits a request of one token and aborts it at once. Any engine that does not
+hang answers the probe between two decode steps, however long its queue is.
 """
 
 from __future__ import annotations
@@ -207,9 +207,10 @@ class RolloutRun:
         end_process(1)
 
     async def drain(self, grace_s: float) -> int:
-        """Take no further lease, let running samples and external requests finish, return the unfinished groups, and
-        return their number within `grace_s` seconds, even if no coordinator accepts the groups; the coordinator then
-        notices the silence later. External requests that do not finish in time end with the tokens that they have."""
+        """Take no further lease, let running samples and external requests finish, then return the unfinished groups
+        and report their number as the result. Takes at most `grace_s` seconds, even if no coordinator accepts the
+        groups; then the coordinator notices the silence later. External requests that do not finish in time end with
+        the tokens that they have."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())

@@ -2,10 +2,10 @@
 workers.
 
 Requests of external clients wait behind the gate that they share with the HTTP endpoint
-(`services/rollout/openai/server.py`); those with a `session` are turns of the run's episodes, and enter the engine as
-leases do. A client that cancels its call, or whose connection breaks, ends the sequences of the call. A drain loses no
-token: those sampled by its deadline are returned with the finish reason `abort`, and another worker continues from them
-(`GenerateRequest.begun_ids`).
+(`services/rollout/openai/server.py`); requests with a `session` are turns of the run's episodes, and enter the engine
+as leases do. A client that cancels its call, or whose connection breaks, ends the sequences of the call. A drain loses
+no token: tokens that were sampled by its deadline are returned with the finish reason `abort`, and another worker
+continues from them (`GenerateRequest.begun_ids`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None
 
 def _check_weights(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> None:
     """Raise Conflict if the request asks for another run or other weights than this worker has now. Steps of published
-    versions only grow, also from one session of the learner to the next, so they are compared first."""
+    versions only grow, also from one session of the learner to the next, so steps are compared first."""
     version = run.engine.version
     assert version is not None
     if request.run_id and request.run_id != run.run_id:

@@ -1,6 +1,7 @@
 """Brings weights to a rollout worker's engine: receives versions from its host's memory or from the object store, loads
-them into the engine, and answers the learner. Offers come on the event loop, weights on the receivers' threads,
-which wait for one another and for the engine, which swaps between two decode steps. The engine's version only grows."""
+them into the engine, and answers the learner. Offers come on the event loop. Weights come on the receivers' threads,
+which wait for one another and for the engine; the engine swaps weights between two decode steps. The engine's version
+only grows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The rollout service (`paceline serve rollout`): a member of the pool. `services/rollout/run.py` is its work on one
 run, `services/rollout/servicer.py` answers `RolloutService`. Workers of one run may have different engines and sizes
-(`--engine KEY=VALUE`): only keys of `policy.generation` for how a worker computes may differ; the distribution that
-it samples from is the run's."""
+(`--engine KEY=VALUE`): of the keys of `policy.generation`, only those that set how a worker computes may differ; the
+distribution that it samples from is the run's."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 class RolloutWorker:
     """One member of the rollout pool: at most one run at a time. A failed set-up is retried after the back-off `pause`
-    while the run is assigned. `host` is this machine's address for weights, and `bind` the address to listen on if
-    that is another one."""
+    while the run is assigned. `host` is this machine's address for weights, and `bind` the address to listen on if it
+    is not `host`."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ def test_a_run_that_is_not_there_is_not_found(client: Client) -> None:
 
 def test_pause_and_resume_follow_the_state(client: Client, spec_path: Path) -> None:
     run_id = client.submit(spec_path).run_id
-    with pytest.raises(Conflict, match="neither paused nor failed"):
+    with pytest.raises(Conflict, match="only a paused or failed run can be resumed"):
         client.resume(run_id)
     events = client.watch(run_id)
     while next(events).content["state"] != "running":

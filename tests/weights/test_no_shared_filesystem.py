@@ -44,7 +44,7 @@ def test_a_joiner_with_neither_relay_nor_store_is_named_with_what_helps(tmp_path
         until("the joiner is refused by the store", refusals)
         assert list(store.glob("*/anchor.json"))
         assert f"{joiner.name}-" in refusals()[0]
-        assert "a worker that does not share it cannot read them; set weights.store" in refusals()[0]
+        assert "a worker without access to it cannot read them; set weights.store" in refusals()[0]
         step = run.step()
         until("the run goes on", lambda: run.step() > step + 2)  # the others are not delayed
         assert not run.version(joiner)

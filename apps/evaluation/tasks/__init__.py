@@ -1,6 +1,6 @@
-"""Evaluation files of public data sets, which `paceline eval` finds by name.
+"""Holds evaluation files of public data sets; `paceline eval` finds these files by name.
 
-Promise: a file names columns of the public data set, and its scoring needs no others.
+Promise: a file names columns of the public data set, and its scoring needs no other columns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sends a run to Weights & Biases, online or to files on this machine that `wandb sync` sends later.
 
-The step of W&B's history is the sequence number of the entry, because it must grow and W&B ignores a repeated one; the
-run's step is the x-axis (`train/global_step`). Sending resumes where the history ends: online the server knows that,
-offline the files.
+The step of W&B's history is the sequence number of the entry, because this step must grow and W&B ignores a repeated
+step. The run's step is the x-axis (`train/global_step`). Sending resumes at the end of the history, which is read from
+the server if online, else from the files.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def offline_position(folder: Path) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a .wandb file; of a truncated file, those before its end."""
+    """Return the records of a .wandb file; of a truncated file, only the complete records."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=False)
     if done.returncode:

@@ -1,7 +1,7 @@
 """Sends notices of a run's end, its stalls and its broken rules to a webhook, as signed HTTP POST requests.
 
-As with a tracker, nothing waits for it and the ledger is its queue: undelivered messages are sent later, in order. Only
-a crash between the answer and writing the cursor repeats a delivery; both then have the same id.
+Nothing waits for a webhook, and the ledger is its queue: undelivered messages are sent later, in order. Only a crash
+after the answer and before the cursor is written repeats a delivery, with the same id.
 """
 
 from __future__ import annotations

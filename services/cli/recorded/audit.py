@@ -1,4 +1,4 @@
-"""`paceline audit verify|show`: the audit log of the coordinator of this directory, which need not run."""
+"""`paceline audit verify|show`: the audit log of the coordinator of this directory. The coordinator need not run."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Write every step as CSV, with a header.")
 @click.option("--parquet", type=FILE, help="Write every step to this Parquet file.")
-@click.option("--explain", metavar="NAME", help="Explain a metric, or all that a pattern fits, instead.")
+@click.option("--explain", metavar="NAME", help="Only explain a metric, or all metrics that match a pattern.")
 @source_options
 @json_option
 def metrics(

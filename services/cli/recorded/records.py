@@ -52,7 +52,7 @@ def ledger() -> None:
 @json_option
 def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordinator: str | None, as_json: bool) -> None:
     """Compare all records of RUN (its id or its folder; default all runs); exit status 1 if any of them disagree. With
-    --coordinator they are compared on the coordinator's host."""
+    --coordinator the records are compared on the coordinator's host."""
     from paceline.services.coordinator.audit.repair import repair
 
     if repairs and coordinator:

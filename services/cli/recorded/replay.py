@@ -67,8 +67,9 @@ def replay(
 ) -> None:
     """Train steps of RUN (its id or its folder) again from its ledger and checkpoints, without any other service.
 
-    The batches are the same, and on CPUs the weights too, bit for bit; exit status 1 if they differ without a known
-    reason. OVERRIDES such as loss_fn.ratio_clip_max=0.28 change the objective. The run itself is only read.
+    The batches are the same; on CPUs the weights are the same too, bit for bit. Exit status 1 if the weights differ
+    without a known reason. OVERRIDES such as loss_fn.ratio_clip_max=0.28 change the objective. The run itself is only
+    read.
     """
     from paceline.services.replay.plan import plan_replay, recorded_losses
 

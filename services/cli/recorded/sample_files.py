@@ -63,10 +63,11 @@ def export_samples(
     """Write every completion that the run has trained on as a row of `destination`, whose extension decides the format;
     return the number of rows.
 
-    With `pairs` (a, b): a row of prompt, chosen and rejected for each group whose best total reward is at least a and
-    whose worst one is at most b. Rows are in the order of training. Memory holds one step, and a temporary file in the
-    folder of `destination` all groups. The file is written atomically. Raises NotFound if nothing was trained, if
-    samples were not kept or cannot be read, without the folder, and without a pair; InvalidInput for another extension.
+    With `pairs` (a, b), write a row of prompt, chosen and rejected for each group whose best total reward is at least a
+    and whose worst one is at most b. Rows are in the order of training. Memory holds one step; a temporary file in the
+    folder of `destination` holds all groups. The file is written atomically. Raises NotFound if nothing was trained, if
+    samples were not kept or cannot be read, if the folder is missing, or if no group gives a pair; InvalidInput for any
+    other extension.
     """
     form = destination.suffix.lower()
     if form not in FORMATS:

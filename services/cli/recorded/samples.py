@@ -55,7 +55,7 @@ class SampleChoice:
 
     def groups(self, source: Source, run_id: str, limit: int) -> list[dict[str, Any]]:
         """Return the groups as `paceline samples --json` prints them, with only the completions that pass the filters.
-        With filters there are at most `limit` groups, unless it is 0. Raises NotFound."""
+        With filters there are at most `limit` groups, unless `limit` is 0. Raises NotFound."""
         source.get(run_id)  # raises NotFound, with the existing runs
         request = self._request(source.records, run_id)
         found: list[dict[str, Any]] = []
@@ -127,7 +127,8 @@ SHOWN = 4
 
 
 class _ShowByDefault(click.Group):
-    """Click group that reads `samples RUN` as `samples show RUN`: no command has a run's id, which ends with a number."""
+    """Click group that reads `samples RUN` as `samples show RUN`: a run's id ends with a number, so it is never a
+    command's name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -138,7 +139,7 @@ class _ShowByDefault(click.Group):
 @click.group(cls=_ShowByDefault)
 def samples() -> None:
     """Show the groups that a step trained on (samples RUN --step STEP) or those of an evaluation (samples RUN --eval),
-    or write those of all steps to a file."""
+    or write the groups of all steps to a file."""
 
 
 @samples.command("export")
@@ -170,7 +171,7 @@ def export_all(
     """Write every completion that RUN (its id or its folder) trained on to DESTINATION: .parquet, .jsonl or .csv.
 
     A row has prompt, completion, the data set's columns, tokens, log-probabilities and versions by token, rewards by
-    function, final_reward. With --pairs it has prompt, chosen, rejected and both rewards. `data.train: DESTINATION`
+    function, and final_reward. With --pairs it has prompt, chosen, rejected and both rewards. `data.train: DESTINATION`
     trains on the file.
     """
     from paceline.services.cli.recorded.sample_files import export_samples
@@ -227,7 +228,7 @@ def show(
     **filters: Any,
 ) -> None:
     """Show the groups that a step of RUN (its id or its folder) trained on, or those of an evaluation; with --json as
-    JSON lines. Filters of completions search all steps without --step."""
+    JSON lines. Without --step, filters of completions search all steps."""
     _check_options(step, of_evaluation, version, limit, best, worst)
     choice = SampleChoice(step, of_evaluation, version, {name: v for name, v in filters.items() if v is not None})
     with records_of_run(run, directory, coordinator) as (source, run_id):

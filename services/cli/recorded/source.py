@@ -1,11 +1,12 @@
 """The source of the commands on records: a ledger on this machine, or a coordinator anywhere.
 
-`--coordinator` names a coordinator to read, and `--directory` a ledger, which is opened read-only, so a coordinator may
-use it meanwhile. Without both, the coordinator of PACELINE_COORDINATOR is read, and a line says so; without that, the
-ledger in the folder `runs`. `LedgerRuns` reads a ledger as `paceline.client.Client` reads a coordinator, so each
-command is written once. A command without --coordinator that needs the ledger's files says so if PACELINE_COORDINATOR
-is set. Registered models are found in the same way; a command that changes them needs --coordinator
-while a coordinator uses the ledger, which has one writer.
+`--coordinator` names a coordinator to read. `--directory` names a ledger, which is opened read-only, so a coordinator
+may use the ledger meanwhile. Without both options, the coordinator of PACELINE_COORDINATOR is read, and a line says so;
+if that variable is not set, the ledger in the folder `runs` is read. `LedgerRuns` reads a ledger as
+`paceline.client.Client` reads a coordinator, so each command is written once. A command without --coordinator that
+needs the ledger's files says so if PACELINE_COORDINATOR is set. Registered models are found in the same way. While a
+coordinator uses the ledger, a command that changes registered models needs --coordinator, because a ledger has one
+writer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def source_options(command: CommandT) -> CommandT:
 
 
 def find_files(run: str, directory: Path) -> tuple[Path, str]:
-    """Do as `find_run` for a command that works with files alone, and say so if only --directory's default was used."""
+    """Return the result of `find_run` for a command that works with files alone; say so if --directory was not
+    given."""
     path, run_id = find_run(run, directory)
     if path == directory / LEDGER_NAME:
         say_files(directory)
@@ -175,7 +177,8 @@ def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterat
 @contextlib.contextmanager
 def runs_of(coordinator: str, directory: Path | None) -> Iterator[Source]:
     """Open the runs of `directory`; without a directory, the coordinator's. If nobody named a coordinator and none
-    answers, open the ledger of the default directory, if it has one, and print a line. Raises Unavailable, NotFound."""
+    answers, open the ledger of the default directory, if that directory has one, and print a line. Raises Unavailable,
+    NotFound."""
     if directory is None:
         with Client(coordinator) as client:
             if not _may_read_directory() or _answers(client):
@@ -202,7 +205,8 @@ def _answers(client: Client) -> bool:
 
 
 def address_instead() -> str:
-    """Return the coordinator of the environment if nobody named a folder, and say so; empty: read the ledger."""
+    """Return the address of the coordinator that the environment names, and print a line about it. If a folder was
+    named, or if the environment names no coordinator, return an empty text: then the ledger is read."""
     context = click.get_current_context()
     address = os.environ.get(VARIABLE, "")
     if not address or context.get_parameter_source("directory") != click.core.ParameterSource.DEFAULT:

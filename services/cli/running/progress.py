@@ -1,5 +1,5 @@
-"""Progress of a run on the screen: one line for each event, and on a terminal a bar with the reward's curve. Elsewhere
-a line begins with the time and the run, because it is read in the log of a container."""
+"""Shows the progress of a run: one line for each event, and on a terminal a bar with the reward's curve. If the output
+is not a terminal, each line begins with the time and the run, because it is read in the log of a container."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Course:
 
 @contextlib.contextmanager
 def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Iterator[Show]:
-    """Yield a function that shows an event. One line summarizes the events up to number `earlier`, shown before."""
+    """Yield a function that shows an event. One line summarizes the earlier events, up to number `earlier`."""
     with contextlib.ExitStack() as stack:
         if shown.as_json:
             say = None
@@ -133,7 +133,8 @@ def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Itera
 
 
 def _plain(run_id: str, course: Course) -> Callable[[Event | None, str], None]:
-    """Return a function that prints a line; off a terminal also the time, the run and the remaining time."""
+    """Return a function that prints a line, and if the output is not a terminal, also the time, the run and the
+    remaining time."""
     is_terminal = sys.stdout.isatty()
 
     def say(event: Event | None, line: str) -> None:

@@ -107,7 +107,7 @@ def watch(run: str, after: int, coordinator: str, directory: Path | None, shown:
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="End a run of this folder, in which no coordinator works. A coordinator is started for the call; it may also start "
+    help="End a run of this folder while no coordinator works in it. A coordinator is started for the call; it may also start "
     "the next run in the queue.",
 )
 @json_option
@@ -119,7 +119,8 @@ def cancel(run: str, coordinator: str, directory: Path | None, as_json: bool) ->
 
 @contextlib.contextmanager
 def _called(coordinator: str, directory: Path | None) -> Iterator[Client]:
-    """Open a client of the coordinator, or of one that works in `directory` until the end of the block."""
+    """Open a client of the coordinator; with `directory`, of a coordinator that is started there until the end of the
+    block."""
     if directory is None:
         with Client(coordinator) as client:
             yield client
@@ -141,7 +142,7 @@ def _called(coordinator: str, directory: Path | None) -> Iterator[Client]:
 @coordinator_option
 @json_option
 def pause(run: str, coordinator: str, as_json: bool) -> None:
-    """Pause a run: no further prompt is generated and no further step begins until `resume`. Meanwhile a waiting run
+    """Pause a run: no further group is generated and no further step begins until `resume`. Meanwhile a waiting run
     gets the workers."""
     with Client(coordinator) as client:
         _say(render.run_facts(client.pause(run)), as_json)
@@ -152,7 +153,8 @@ def pause(run: str, coordinator: str, as_json: bool) -> None:
 @coordinator_option
 @json_option
 def resume(run: str, coordinator: str, as_json: bool) -> None:
-    """Continue a paused run; queue a failed run, or a paused run whose workers another run has."""
+    """Continue a paused run. A failed run is queued again, and so is a paused run if another run uses the workers
+    now."""
     with Client(coordinator) as client:
         _say(render.run_facts(client.resume(run)), as_json)
 
@@ -223,7 +225,7 @@ POOL = (
 def status(coordinator: str, as_json: bool) -> None:
     """Show which pool limits the run that trains, by how much, what to change, and how much faster a step would be.
 
-    `wanted` is the size that a scaler gets, `needed` keeps the learner busy with a tenth to spare.
+    `wanted` is the size for a scaler; `needed` is the size that keeps the learner busy, with a tenth to spare.
     """
     with Client(coordinator) as client:
         response = client.status()
@@ -293,8 +295,8 @@ def members(coordinator: str, as_json: bool) -> None:
 def drain(member: str, grace_s: float, coordinator: str, as_json: bool) -> None:
     """Let a worker finish its work and leave, and wait until it has left; exit status 1 if it stays.
 
-    MEMBER is its id, or the first characters of one id. It gets no new work; groups that are unfinished after --grace
-    are returned with their tokens, and other workers continue them.
+    MEMBER is the worker's id, or its first characters if no other id begins with them. The worker gets no new work;
+    groups that are unfinished after --grace are returned with their tokens, and other workers continue them.
     """
     with Client(coordinator) as client:
         member_id = _member(client, member)

@@ -20,7 +20,8 @@ from paceline.spec.run import Algorithm
 
 
 def load_for(algorithm: str, spec: str, overrides: tuple[str, ...]) -> RunSpec:
-    """Load the spec, with the command's algorithm if it names none. Raises SpecError, also for another algorithm."""
+    """Load the spec, with the command's algorithm if the spec names none. Raises SpecError, also if the spec names
+    another algorithm."""
     from paceline.spec.reading import load_spec, read_tree
 
     named = read_tree(spec).get("algorithm", algorithm)

@@ -114,8 +114,8 @@ no_page_option = click.option("--no-page", is_flag=True, help="Do not start the 
     multiple=True,
     metavar="POOL=FEWEST:MOST",
     callback=_bounds,
-    help="With --scale: fewest and most workers of rollout, reward or environment; may be given for each. Default 0 to the "
-    "number of cores, or of cluster.*_workers where they have GPUs.",
+    help="With --scale: fewest and most workers of rollout, reward or environment; may be given for each. Default: 0 to "
+    "the number of cores, or for workers with GPUs, 0 to cluster.*_workers.",
 )
 @functions_from_option
 @user_code_options
@@ -216,7 +216,7 @@ def _ends_explained(
     interrupted: list[str],
 ) -> Iterator[None]:
     """After Ctrl-C print the command that continues the runs, and note the runs as interrupted; after another error
-    raise a given-up service's fault."""
+    raise the fault of a service that was given up, if there is one."""
     try:
         yield
     except KeyboardInterrupt:
@@ -294,7 +294,7 @@ def placed(
 
 
 def _wait_until_interrupted(cluster: LocalCluster, say: Callable[[str], None]) -> None:
-    """Keep the services after the end of their runs, until Ctrl-C, SIGTERM, or a service is given up."""
+    """Keep the services after the end of their runs, until Ctrl-C or SIGTERM, or until a service is given up."""
     say("the services stay until Ctrl-C")
     try:
         while not cluster.wait(3600.0):
@@ -316,7 +316,8 @@ def _stop(cluster: LocalCluster, interrupted: Sequence[str], say: Callable[[str]
 
 
 def _follow(client: Client, run_id: str, earlier: int, shown: Shown) -> bool:
-    """Show a run until it has ended; return whether it succeeded. A run that did not succeed does not stop the others."""
+    """Show a run until it has ended; return whether it succeeded. A run that did not succeed does not stop the other
+    runs."""
     try:
         follow(client, run_id, earlier=earlier, shown=shown)
     except click.exceptions.Exit:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def follow(source: Source, run_id: str, *, shown: Shown, after: int = 0, earlier: int = 0) -> None:
-    """Print a run's events after the sequence number `after` until it has ended; one line summarizes those up to
+    """Print a run's events after the sequence number `after` until it has ended; one line summarizes the events up to
     `earlier`. From a directory, print the recorded events, also of an open run. Exits with status 1 unless the run
     succeeded. Raises NotFound, Unavailable."""
     facts = render.run_facts(source.get(run_id))

@@ -1,11 +1,11 @@
 """Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and those
-in `tokens.json`; a worker's services ask the coordinator whose token has an id. An answer counts for FRESH_S, so a
-revoked token is refused within that time; while the coordinator does not answer, its last refusal counts without a
-limit, another last answer for KEPT_S, a caller with the worker's token is a worker, and a caller with a ticket has the
-ticket's roles.
+in `tokens.json`; a worker's services ask the coordinator which caller a token's id belongs to. An answer counts for
+FRESH_S, so a revoked token is refused within that time. While the coordinator does not answer, its last answer counts:
+a refusal without a limit, any other answer for KEPT_S. Meanwhile a caller with the worker's token is a worker, and a
+caller with a ticket has the ticket's roles.
 
 The token decides the role. The name in a client certificate is recorded, and a call over a connection of a revoked name
-is refused whatever its token. A change of either file takes effect within a second.
+is refused whatever its token. A change of `tokens.json` or of the file of revoked names takes effect within a second.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class TokenCallers:
         server: str = COORDINATOR,
     ):
         """`bootstrap` returns the bootstrap token, and `file` is its path for messages. `table` is `tokens.json`; the
-        revoked certificates are beside it. `note` gets each change of either file, with the name. `server` is as in
-        `Keys`. Raises Conflict for a damaged file."""
+        revoked certificates are beside it. `note` gets each change of either file, and the name that the change is
+        about. `server` is as in `Keys`. Raises Conflict for a damaged file."""
         self._note, self.server = note, server
         self._digests: dict[bytes, str] = {}
         """Digests of the tokens in `_digested`, by the tokens' ids."""
@@ -137,7 +137,7 @@ class TokenCallers:
         return self._table.content if self._table is not None else NO_ROWS
 
     def _keep_copies(self) -> None:
-        """Take over changes by hand into the copies. A disk that refuses leaves the copies as they are."""
+        """Copy changes that were made by hand. If the disk refuses, the copies stay as they are."""
         for file in (self._table, self._revoked):
             with contextlib.suppress(OSError):
                 if file is not None:
@@ -182,7 +182,7 @@ class PolledFile(Generic[ContentT]):
         read: Callable[[Path], ContentT],
         changed: Callable[[ContentT, ContentT], None] = lambda before, after: None,
     ):
-        """`read` returns the content, or that of a missing file; `changed` gets old and new content. Raises Conflict."""
+        """`read` returns the content, also for a missing file; `changed` gets old and new content. Raises Conflict."""
         self.path, self._read, self._changed = path, read, changed
         self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")
@@ -208,7 +208,7 @@ FRESH_S = 2.0
 KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
-"""Largest number of the coordinator's answers that are kept; refusals and the newest others stay."""
+"""Largest number of the coordinator's answers that are kept; refusals and the newest other answers stay."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
 """Name that a caller with the worker's token gets if the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -247,7 +247,7 @@ class WorkerCallers:
         raise AccessDenied("a worker takes no proof of a token; call it with a ticket of the coordinator")
 
     async def proven(self, offer: access_pb2.Offer, method: str, certificate: str = "") -> Caller:
-        """See `Keys`. The roles of a ticket count, as long as the coordinator names no other ones."""
+        """See `Keys`. The roles of a ticket count, as long as the coordinator names no other roles."""
         claims = access_pb2.Claims.FromString(offer.claims)
         if claims.method != method:
             raise AccessDenied(f"the ticket is for {claims.method}, not for {method}")
@@ -258,7 +258,8 @@ class WorkerCallers:
         return replace(caller, roles=caller.roles & ticketed.roles)
 
     async def _caller(self, token_id: bytes, kept: Caller | None) -> Caller:
-        """Return the caller with a token's id; `kept` while the coordinator does not answer, if it is not None."""
+        """Return the caller whose token has this id. While the coordinator does not answer, return `kept` if there is
+        one."""
         if not self._coordinator:
             if kept is not None:
                 return Caller(BOOTSTRAP, ALL_ROLES)

@@ -1,6 +1,6 @@
-"""Two options: `--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`, which permits
-unencrypted connections beyond this host without certificates. A process that uses the permission reports it: in its
-log at its start and every ten minutes, in a gauge, and the coordinator in `paceline status`."""
+"""Defines two options: `--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`, which
+permits unencrypted connections beyond this host without certificates. A process that uses the permission reports it: in
+its log at its start and every ten minutes, in a gauge, and the coordinator in `paceline status`."""
 
 from __future__ import annotations
 

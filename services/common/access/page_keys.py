@@ -1,6 +1,7 @@
-"""Access to the dashboard, for holders of the coordinator's token or of one of the two keys in links to the dashboard.
-A key is derived from the token and cannot be turned back into it, so a link in a terminal or a chat exposes the page
-but not the cluster. A browser sends it in a header, not in a cookie, so no other page can make a browser use it."""
+"""Controls access to the dashboard: holders of the coordinator's token or of one of the two keys in links to the
+dashboard have access. A key is derived from the token and cannot be turned back into it, so a link in a terminal or a
+chat exposes the page but not the cluster. A browser sends the key in a header, not in a cookie, so no other page can
+make a browser use it."""
 
 from __future__ import annotations
 

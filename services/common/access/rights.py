@@ -1,6 +1,6 @@
-"""The caller of an rpc, and the one table of rights: the roles that may make each call. A call without a row is refused to
-everybody. Tests compare the table with the methods of every proto, and with what real servers permit.
-`services/coordinator/exchange/requests/table.py` has the workers that may send each request to the exchange."""
+"""Defines the caller of an rpc, and the table of rights, which names the roles that may make each call. A call without
+a row is refused to everybody. Tests compare the table with the methods of every proto, and with what real servers
+permit. `services/coordinator/exchange/requests/table.py` has the workers that may send each request to the exchange."""
 
 from __future__ import annotations
 

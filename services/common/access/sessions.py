@@ -35,7 +35,7 @@ class Keys(Protocol):
     """The keys that a server knows."""
 
     server: str
-    """Role of the server; after a space its directory or member id."""
+    """Role of the server, then a space and its directory or member id."""
 
     def key(self, offer: access_pb2.Offer) -> bytes:
         """Return the key that an offer names. Raises AccessDenied."""
@@ -69,9 +69,10 @@ class Sessions:
         self._secret = secrets.token_bytes(32)
         self._issued = itertools.count(1)
         self._numbers: dict[int, _Numbers] = {}
-        """The used sessions, that of the oldest call first."""
+        """The used sessions; the session with the oldest call is first."""
         self._ended = 0
-        """Number of the newest session that ended because there were too many; unused earlier ones have ended too."""
+        """Number of the newest session that ended because there were too many; earlier unused sessions have ended
+        too."""
         self.ports: frozenset[int] = frozenset()
         """Ports at which callers with a token may reach this server."""
         self.hosts: frozenset[str] = frozenset()

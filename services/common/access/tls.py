@@ -22,11 +22,11 @@ MAX_HOST = 64
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
     """Return the credentials of a gRPC port. With `mutual`, clients must present a certificate of the authority;
-    without it no certificate is requested, because gRPC for Python has no optional client certificates. Raises
-    InvalidInput, with `mutual` also for a certificate that is not a coordinator's."""
+    without `mutual` no certificate is requested, because gRPC for Python has no optional client certificates. Raises
+    InvalidInput; with `mutual` also if the folder's certificate is not a coordinator's."""
     given = _own(folder)
     if mutual and (why := why_no_coordinator(given.certificate)):
-        raise InvalidInput(f"clients would send nothing to a coordinator with {folder.path / 'tls.crt'}: {why}")
+        raise InvalidInput(f"clients would refuse a coordinator with {folder.path / 'tls.crt'}: {why}")
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         authority = given.authority if mutual else None

@@ -1,8 +1,8 @@
 """Checks the caller and the rights (`services/common/access/rights.py`) of every call before its content is read. A
 caller proves its token or its ticket (`services/common/access/sessions.py`), or sends the token. Health, reflection and
-the server's own proof stay open. While there are streams, the coordinator checks their callers every RECHECK_S, and
-ends a stream whose caller's token or certificate was revoked or has expired; a worker's service checks only when a
-stream begins."""
+the server's own proof are open to everybody. While there are streams, the coordinator checks their callers every
+RECHECK_S, and ends a stream whose caller's token or certificate was revoked or has expired; a worker's service checks
+only when a stream begins."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         rights: Mapping[str, Right] = RPCS,
         message_s: float = MESSAGE_S,
     ):
-        """`owner` returns the name of a run's submitter, empty for an unknown run. `note` gets refused calls and those that change
-        something; it must not block. `message_s` is the longest wait for the message of a call."""
+        """`owner` returns the name of a run's submitter, empty for an unknown run. `note` gets refused calls and calls
+        that change something; it must not block. `message_s` is the longest wait for the message of a call."""
         self._message_s = message_s
         self._callers, self._owner, self._note, self._rights = callers, owner, note, rights
         self.sessions = Sessions(callers)
@@ -266,7 +266,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     @contextlib.contextmanager
     def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
-        """Note the result of a call that changes something: of a stream the first answer, and a fault that ends it."""
+        """Note the result of a call that changes something; of a stream, note the first answer and a fault that ends
+        it."""
         right, noted = self._rights.get(method), _Noted(method, caller, context, requests)
         if right is None or not right.changes:
             noted.has_begun = True
@@ -334,7 +335,7 @@ def _check_role(method: str, right: Right | None, caller: Caller) -> None:
 
 
 def check_roles(what: str, allowed: frozenset[CallerRole], caller: Caller, remedy: str = "") -> None:
-    """Raise NotPermitted if the caller has none of the `allowed` roles, for gRPC calls and for HTTP requests."""
+    """Raise NotPermitted if the caller of a gRPC call or an HTTP request has none of the `allowed` roles."""
     if not allowed & caller.roles:
         roles = ", ".join(role for role in CallerRole if role in allowed)
         has = ", ".join(sorted(caller.roles)) or "none"

@@ -1,17 +1,17 @@
-"""Two private files in the coordinator's directory, of mode 0600 and replaced as a whole: the named tokens in
-`tokens.json`, and the revoked names of client certificates in `revoked-certificates.json`. Commands edit them under
-a lock; the coordinator reads changes within a second.
+"""Keeps two private files in the coordinator's directory: `tokens.json` has the named tokens, and
+`revoked-certificates.json` the revoked names of client certificates. Both have mode 0600 and are replaced as a whole.
+Commands edit them under a lock; the coordinator reads changes within a second.
 
 Each has a copy beside it (`.copy`), which is written first. If a file is damaged, its copy is in effect, so that a
-restart does not stop the runs of all token holders. If a file was deleted, nothing of the copy is accepted, but what it
-revokes stays revoked. So neither damage nor deletion brings a removed token to life: the copy has all changes by
-commands, and the coordinator takes over those by hand (`keep_copy`). A damaged file without a copy, and a damaged copy
-without a file, give the reader Conflict.
+restart does not stop the runs of all token holders. If a file was deleted, no token of its copy is accepted, but what
+the copy revokes stays revoked. So neither damage nor deletion makes a removed token valid again: commands change the
+copy too, and the coordinator copies changes that were made by hand (`keep_copy`). Reading raises Conflict if a file is
+damaged and has no copy, and if a copy is damaged and has no file.
 
-A token is 32 random bytes, so nobody can guess one from its digest. The file has digests alone; the token is shown
-once, when it is made. A digest is the key with which callers prove a token (`paceline/calls/proof.py`), so a reader of
-the file can act as its callers. A revoked name stays revoked, also for certificates that are issued to it later: the
-next holder gets another name.
+A token is 32 random bytes, so nobody can guess one from its digest. The file has only digests; the token is shown once,
+when it is made. A digest is the key with which callers prove a token (`paceline/calls/proof.py`), so a reader of the
+file can act as its callers. A revoked name stays revoked, also for certificates that are issued to it later: the next
+holder gets another name.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _check(*texts: Any, numbers: tuple[Any, ...]) -> None:
 
 
 def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
-    """Add and return a token for `lasts_s` seconds (0: no end). Raises InvalidInput; Conflict for a valid token's name."""
+    """Add and return a token for `lasts_s` seconds (0: no end). Raises InvalidInput; Conflict if a valid token has the
+    name."""
     if not NAME.fullmatch(name) or name == BOOTSTRAP:
         raise InvalidInput(
             f"the name {name[:80]!r} must be 1 to 64 of the characters A-Z a-z 0-9 . _ @ -, and not {BOOTSTRAP!r}"
@@ -122,7 +123,8 @@ def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
 
 
 def revoke(path: Path, name: str, bootstrap: str = "") -> int:
-    """Revoke the tokens of a name; return their number. The name BOOTSTRAP has the token `bootstrap`. Raises NotFound."""
+    """Revoke the tokens of a name; return their number. `bootstrap` is the token of the name BOOTSTRAP. Raises
+    NotFound."""
     now_s, number = time.time(), 0
     with _edited(path) as table:
         if name == BOOTSTRAP and bootstrap:
@@ -228,9 +230,9 @@ def revoke_certificate(path: Path, name: str) -> None:
 def _read(
     path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str, revokes: Callable[[RowT], bool]
 ) -> Mapping[str, RowT]:
-    """Return the rows of a file; of a damaged file those of its copy, and of a missing file those of its copy that
-    `revokes` chooses. Raises Conflict if the copy is damaged too, or missing beside a damaged file; `again` tells the
-    user what to do after deleting them."""
+    """Return the rows of a file. If the file is damaged, return the rows of its copy; if the file is missing, return
+    those rows of its copy that `revokes` chooses. Raises Conflict if the copy is damaged too, or if the file is damaged
+    and has no copy; `again` tells the user what to do after deleting both."""
     try:
         return parsed(_content(path, parsed))
     except FileNotFoundError:

@@ -1,14 +1,16 @@
-"""A process that has imported what services need and from which `paceline up` forks them: `ForkServer` is the side of the
-starter, and `main` the process. Imports of torch and transformers take seconds, and a fork takes milliseconds.
+"""Runs the fork server: a process that has imported what services need, and from which `paceline up` forks the
+services. `ForkServer` is the side of the starter, and `main` runs in the process. Imports of torch and transformers
+take seconds, and a fork takes milliseconds.
 
-Promises: a forked service is like one that `python -m` starts: a child of the starter with a separate session, the
-same variables, folder, streams and handlers of signals, and it is killed if the starter ends. The fork server reads no
-request: the fork does, so nothing of one service is in the memory of another. User code is never imported. It forks
-only while it has a single thread. If it ends or does not answer, the starter starts services without it.
+Promises: a forked service is like one that `python -m` starts: a child of the starter with a separate session, the same
+variables, folder, streams and handlers of signals, and it is killed if the starter ends. The fork server reads no
+request: the fork does, so nothing of one service is in the memory of another. The fork server never imports user code,
+and it forks only while it has a single thread. If it ends or does not answer, the starter starts services without it.
 
-The fork is a grandchild of the fork server whose parent ends at once. The starter has called `adopt`, so the system
-makes the service a child of the starter, which waits for it and reaps it like any other. The service says that it is
-there and waits for the answer, so that a starter that has stopped waiting never gets a second service. Linux only.
+The fork is a grandchild of the fork server, and the process between the two ends at once. The starter has called
+`adopt`, so the system makes the service a child of the starter, which waits for it and reaps it like any other child.
+The service reports its start and waits for the answer, so that a starter that has given up waiting never gets a second
+service. Linux only.
 
 Python's `multiprocessing.forkserver` does not serve here. Its processes stay children of the fork server, so `paceline
 up` cannot reap them or read their exit codes. They share one output, and their work arrives as a pickle.
@@ -40,7 +42,7 @@ from paceline.user_code.left_over import adopt, reaped, starting
 
 MODULE = "paceline.services.common.processes.fork_server"
 SAY_AFTER_S, IMPORT_S, FORK_S = 3.0, 300.0, 20.0
-"""Time in seconds after which imports are mentioned; longest time for the imports, and for one fork."""
+"""Seconds after which a line mentions the imports; longest time for the imports; longest time for one fork."""
 REQUEST_BYTES = 1 << 20
 """Largest request; the kernel's limit for one message is lower."""
 BLAS_VARIABLE = "OPENBLAS_NUM_THREADS"
@@ -51,7 +53,7 @@ READY, GO = b"ready", b"go"
 
 
 class Forked(NamedTuple):
-    """A service that was forked, as far as a supervisor needs `subprocess.Popen`."""
+    """A service that was forked, with the members of `subprocess.Popen` that a supervisor needs."""
 
     pid: int
 
@@ -117,9 +119,9 @@ class ForkServer:
                 self._give_up(error)
 
     def fork(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked | None:
-        """Start `command` as a child of this process that writes to `log`; return None if that needs a plain start:
-        another program or environment, or no fork server. The service has the folder in which the fork server was
-        started."""
+        """Start `command` as a child of this process that writes to `log`; return None if only a plain start is
+        possible: the program or the environment differs, or there is no fork server. The service has the folder in
+        which the fork server was started."""
         if list(command[:2]) != [sys.executable, "-m"] or environment != self._environment:
             return None
         request = {"name": name, "command": list(command), "starter": os.getpid()}
@@ -138,7 +140,7 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
         reaped(self._process.pid)
-        with self._lock:  # a thread that waits for the imports has it until it sees the end
+        with self._lock:  # a thread that waits for the imports holds the lock until it sees the end
             self._control.close()
 
     def _forked(self, request: bytes, log: IO[bytes]) -> Forked:
@@ -206,7 +208,8 @@ def _next_request(control: socket.socket) -> list[int] | None:
 
 
 def _become_service(channel_fd: int, log_fd: int) -> None:
-    """Let a child of this process run the service; this process ends, so that the starter is the child's parent."""
+    """Let a child of this process run the service; this process ends, so that the starter becomes the child's
+    parent."""
     parent = os.getpid()
     if os.fork() != 0:
         os._exit(0)
@@ -242,7 +245,8 @@ def _is_wanted(channel: socket.socket) -> bool:
 
 
 def _set_names(name: str, command: Sequence[str]) -> None:
-    """Show the service's name and command line in `ps`, as far as the latter fits in place of this process's own."""
+    """Show the service's name and command line in `ps`, as far as the command line fits in the place of this process's
+    own."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
     with open("/proc/self/stat") as stat:
         begin, end = map(int, stat.read().rpartition(")")[2].split()[ARGUMENTS_FIELD : ARGUMENTS_FIELD + 2])

@@ -18,7 +18,8 @@ STARTER_VARIABLE = "PACELINE_STARTER"
 
 
 def die_with_starter() -> None:
-    """Let SIGTERM end this process when the starter named in the environment dies. Linux only: elsewhere do nothing."""
+    """Let SIGTERM end this process when the starter named in the environment dies. On other systems than Linux, do
+    nothing."""
     starter = os.environ.get(STARTER_VARIABLE)
     if starter:
         die_with_parent(int(starter), signal.SIGTERM)
@@ -30,9 +31,9 @@ LIBRARY_VARIABLES = {
     "GOMP_SPINCOUNT": "1000",
 }
 """Environment variables to set before torch and huggingface_hub are imported. They prevent a warning with C++ frames
-whenever a peer of a TCP store closes its connection, and progress bars, which are long lines in a file. The last one
-bounds the busy wait of torch's threads: by default they take for milliseconds, at the end of each operation, the cores
-that the threads of a neighbouring service need (docs/operate/performance.md, "Threads")."""
+whenever a peer of a TCP store closes its connection, and progress bars, which are long lines in a file. The last
+variable bounds the busy wait of torch's threads: by default these threads take for milliseconds, at the end of each
+operation, the cores that the threads of a neighbouring service need (docs/operate/performance.md, "Threads")."""
 
 
 def set_library_variables() -> None:

@@ -64,8 +64,8 @@ class Death:
 class RestartPolicy:
     """The rule for one service's restarts and for the log lines about its deaths; it starts and logs nothing.
 
-    A death by a signal from outside, or of a new cause, after a life of HEALTHY_S is unlikely to repeat, so the back-off
-    begins anew; otherwise the pause grows."""
+    If a service dies by a signal from outside or of a new cause, after a life of at least HEALTHY_S, the death is
+    unlikely to repeat. Then the back-off begins anew; otherwise the pause grows."""
 
     def __init__(self, max_backoff_s: float = MAX_BACKOFF_S):
         self._max_backoff_s = max_backoff_s

@@ -1,7 +1,7 @@
 """Launcher that replaces itself by another program, which then cannot outlive its starter, however the starter ends. A
-bare interpreter runs this file (`tethered`) in some 20 ms, without Paceline's modules; so it repeats the call of
+bare interpreter runs this file (`tethered`) in some 20 ms, without Paceline's modules; so the file repeats the call of
 `paceline.host.process.die_with_parent`. The kernel sends the signal when the *thread* that started the process ends:
-start tethered processes from a thread that waits for them. Linux only; elsewhere the program simply runs."""
+start tethered processes from a thread that waits for them. On other systems than Linux the program simply runs."""
 
 import ctypes
 import os

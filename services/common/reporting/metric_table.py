@@ -130,7 +130,7 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("row_tokens", "tokens", "tokens of the trained sequences, each with its prompt"),
     Metric("computed_tokens", "tokens", "tokens in the packed micro-batches: `row_tokens`, but a shared prompt once in each micro-batch"),
     Metric("micro_batches", "passes", "forward and backward passes of all ranks"),
-    Metric("unfilled_fraction", "share", "unused part of the token budget of all passes: each has `policy.train_mb_tokens`, also the empty passes of ranks with fewer micro-batches",
+    Metric("unfilled_fraction", "share", "unused part of the token budget of all passes; the budget of each pass is `policy.train_mb_tokens`, also of the empty passes of ranks with fewer micro-batches",
            "below 0.3; more means that ranks have unequal work, or that `policy.train_mb_tokens` is too large"),
     Metric("teraflop", "10¹² operations", "operations for training the batch, without recomputed operations and those of frozen models"),
     Metric("learner/teraflops", "10¹² operations/s", "`teraflop` divided by `step_s`, for each rank"),

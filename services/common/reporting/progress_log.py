@@ -1,5 +1,5 @@
 """Reports a worker's progress: a log line at most once a period, and with each heartbeat the mean share of its capacity
-in use. A sample once a second would miss work that takes milliseconds, or count it for a whole second."""
+in use. A measurement once a second would miss work that takes milliseconds, or count such work for a whole second."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-r"""Makes text for a terminal: draws curves, and escapes what models or remote people wrote as in Python (`\x1b`),
-because it can move the cursor, change the title or reverse the order of characters."""
+r"""Makes text for a terminal: draws curves, and escapes control characters in what models or remote people wrote, in
+the form of Python (`\x1b`), because such characters can move the cursor, change the title or reverse the order of
+characters."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Return a line of at most `width` characters for values in [0, 1]; neighbours are averaged if there are more."""
+    """Return a line of at most `width` characters for values in [0, 1]; if there are more values, neighbours are
+    averaged."""
     return "".join(BLOCKS[round(_clamped(value) * (len(BLOCKS) - 1))] for value in _averaged(values, width))
 
 

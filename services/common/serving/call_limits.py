@@ -1,12 +1,12 @@
 """Limits the calls of a gRPC server: their rate for each caller and method, and their number in progress.
 
 Promise: a call beyond a limit is refused before its handler runs, with RESOURCE_EXHAUSTED and the time after which it
-may be accepted, and the data kept here is bounded. A caller is identified by the token guard; without one (health,
-reflection) by the peer's address.
+may be accepted, and the data kept here is bounded. A caller is identified by the token guard; a call that needs no
+caller (health, reflection), by the peer's address.
 
-The outermost interceptor drops the tracebacks of an aborted call's exceptions: gRPC keeps the exceptions in the state
-of the call, which the tracebacks' frames hold, a cycle of some 10 kB that would wait for the garbage collector. Their
-texts are in the status and in the log by then.
+The outermost interceptor drops the tracebacks of an aborted call's exceptions. Otherwise there is a cycle of some 10 kB
+that waits for the garbage collector: gRPC keeps the exceptions in the state of the call, and the frames of the
+tracebacks hold this state. The texts of the exceptions are in the status and in the log by then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limit:
     per_s: float
     """Calls a second that one caller may make continuously."""
     burst: int
-    """Calls that one caller may make at once, before `per_s` limits further ones."""
+    """Calls that one caller may make at once, before `per_s` limits further calls."""
     under_way: int
     """Largest number of calls of one caller in progress."""
     in_all: int

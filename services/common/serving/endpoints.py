@@ -1,14 +1,13 @@
-"""Addresses and connections: a worker's address for others, and the detection of dead connections at both ends of the
-exchange.
+"""Finds a worker's address for others, and detects dead connections at both ends of the exchange.
 
 Workers dial out to the coordinator; their address is for direct connections between workers (weights) and for clients
 that call a worker.
 
 A lost packet, a NAT that has dropped the connection or a host without power give no sign, and TCP alone waits for
 minutes, or forever if nothing is to be sent. So both ends send a PING of ZMTP every `PING_S` seconds and close a
-connection on which nothing came for `SILENCE_S` after it. The worker then connects again and repeats unanswered
-requests. A frame counts when it is complete: one that takes longer than `SILENCE_S` never arrives. A group of some
-megabytes does, on a line of a few Mbit/s.
+connection on which nothing came for `SILENCE_S` after the PING. The worker then connects again and repeats unanswered
+requests. A frame counts when it is complete: a frame that takes longer than `SILENCE_S` never arrives. A group of some
+megabytes does arrive on a line of a few Mbit/s.
 """
 
 from __future__ import annotations

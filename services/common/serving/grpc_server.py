@@ -80,7 +80,8 @@ StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
 
 def with_status(call: CallT) -> CallT:
-    """Wrap a unary method: a PacelineError becomes a status with its message, another error INTERNAL and a log line."""
+    """Wrap a unary method: a PacelineError becomes a status with its message, any other error becomes INTERNAL and a
+    log line."""
 
     @functools.wraps(call)
     async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -193,7 +194,8 @@ class GrpcServer:
         self._reminding = asyncio.create_task(remind(insecurity(self.host)))
 
     async def set_serving(self, name: str, serving: bool) -> None:
-        """Set the health of one service, which tells whether the service can work. The health of the process stays."""
+        """Set the health of one service, which tells whether the service can work. The health of the process does not
+        change."""
         states = health_pb2.HealthCheckResponse
         await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
@@ -234,7 +236,8 @@ def _is_taken(host: str, port: int) -> bool:
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Run `main` with an event that SIGTERM and SIGINT set, after which `main` should end. A PacelineError ends the
     process with its message and status 1, any other exception with its traceback. A thread that still waits THREADS_S
-    after the end of `main`, such as for a server that never answers, ends with the process, whose status is 1 then."""
+    after the end of `main` (for example for a server that never answers) ends with the process; then the status is
+    1."""
     overdue = threading.Timer(THREADS_S, _end_with_threads)
     overdue.daemon = True
 

@@ -1,10 +1,10 @@
 """A port of an aiohttp application with bounded connections and bodies.
 
 Promise: connections are bounded, in total and from one address, and a refused connection gets an answer with the
-reason; one without a request is closed, and so is one whose client does not read its answer. A `_Connection` between
-aiohttp's protocol and its transport notes the traffic, and a task checks all of them every second. A port on loopback
-answers only requests whose Host is loopback or in HOSTS_VARIABLE, because a web page whose name was rebound to loopback
-could read the answers in its visitor's browser.
+reason. A connection without a request is closed, and so is a connection whose client does not read its answer. A
+`_Connection` between aiohttp's protocol and its transport notes the traffic, and a task checks all connections every
+second. A port on loopback answers only requests whose Host is loopback or in HOSTS_VARIABLE, because a web page whose
+name was rebound to loopback could read the answers in its visitor's browser.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def refusal_of_host(named: Sequence[str]) -> str:
-    """Return why a port on loopback refuses a request with these Host headers; empty if it does not."""
+    """Return why a port on loopback refuses a request with these Host headers; empty if the port accepts the
+    request."""
     host = named[0].strip() if len(named) == 1 else ""
     name = (host if host.endswith("]") else host.rpartition(":")[0] or host).rstrip(".").lower()
     others = {each.strip().lower() for each in os.environ.get(HOSTS_VARIABLE, "").split(",")} - {""}
@@ -144,7 +145,8 @@ class HttpListener:
         await self._runner.cleanup()
 
     async def body(self, request: web.Request) -> bytes:
-        """Return the body of a request. Raises InvalidInput if it does not arrive in time, Busy if too many are read."""
+        """Return the body of a request. Raises InvalidInput if it does not arrive in time, Busy if too many bodies are
+        being read."""
         if self._bodies >= (self._limits[1] or MAX_BODIES):
             raise Busy(f"{self._bodies} requests are being read; try again")
         self._bodies += 1

@@ -2,7 +2,8 @@
 
 Promise: the port accepts a bounded number of connections, bodies and bytes, every error is answered to its sender as
 the API's JSON, and no request ends the service. Beyond this host a process with certificates requires the header
-`Authorization: Bearer TOKEN`. On loopback it requires none, and neither without TLS, which would expose the token.
+`Authorization: Bearer TOKEN`. On loopback it requires no token. Without TLS it requires no token either, because the
+connection would expose the token.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class JsonListener(HttpListener):
         return await super().start(host, port)
 
     async def body(self, request: web.Request) -> Any:
-        """Return the JSON document in a request's body. Raises InvalidInput without one, Busy if too many are read."""
+        """Return the JSON document in a request's body. Raises InvalidInput without one, Busy if too many bodies are
+        being read."""
         # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
         if request.content_type != "application/json":
             raise InvalidInput(f"the content type is {request.content_type!r}, but must be 'application/json'")

@@ -1,5 +1,5 @@
-"""The run that the coordinator assigns to a worker: its spec, with the paths of its bundle's fetched files; the refusal
-of files that the worker may not load; and the report if the worker cannot work on the run."""
+"""Keeps the run that the coordinator assigns to a worker. The run's spec gets the paths of its bundle's fetched files,
+files that the worker may not load are refused, and a report says why the worker cannot work on the run."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def failed_set_up(run_id: str, error: Exception, session: int = 0) -> worker_pb2
 
 
 def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str:
-    """Return the reason, as a sentence, why a worker may not load a spec's code from its disk; empty if it may, and for
-    code in a bundle. `allowed` are the folders of `--functions-from`."""
+    """Return the reason, as a sentence, why a worker may not load a spec's code from its disk; empty if it may, or if
+    the code is in a bundle. `allowed` are the folders of `--functions-from`."""
     if bundle:
         return ""
     if isolation_is_required() and (named := code_paths(spec)):
@@ -125,7 +125,7 @@ class BundledSpec:
 
     def __init__(self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()):
         """Fetch the bundle's files of these kinds, unless this user's cache has them. Blocks. `allowed` are the folders
-        of `--functions-from`. Raises Unreadable (also for code outside of them), Unavailable, InvalidInput."""
+        of `--functions-from`. Raises Unreadable (also for code outside of these folders), Unavailable, InvalidInput."""
         self.original = self.spec = spec
         self._unpacked = None
         if bundle:
@@ -139,7 +139,7 @@ class BundledSpec:
 
     @contextlib.contextmanager
     def original_paths(self) -> Iterator[None]:
-        """Give errors the submitter's paths, and no quotations of files that came in no bundle."""
+        """Give errors the submitter's paths, and remove quotations of files that did not come in a bundle."""
         try:
             yield
         except InvalidInput as error:

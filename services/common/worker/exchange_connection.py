@@ -1,6 +1,6 @@
-"""A worker's socket to the exchange, and the requests that wait for replies, over all reconnects. All unanswered requests
-are sent again after each Welcome, after ZeroMQ has reconnected, and after a while without a reply. Requests wait for the
-reader task, which waits for the socket; nothing waits for a request."""
+"""Keeps a worker's socket to the exchange, and the requests that wait for replies, over all reconnects. All unanswered
+requests are sent again after each Welcome, after ZeroMQ has reconnected, and after a while without a reply. Requests
+wait for the reader task, which waits for the socket; nothing waits for a request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RESEND_S = 60.0
 """A request without a reply is sent again after this many seconds, then after pauses of twice the length each time. The
 first pause is longer than any wait that a request may ask for."""
 MAX_SENDINGS = 16
-"""Largest number of transmissions of one request whose replies still count: the newest transmissions."""
+"""A reply counts only if it is to one of this many newest transmissions of its request."""
 NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
 """Kinds of requests for which only a reply to the newest transmission counts: the newest request lists the worker's
 leases, so the coordinator has revoked anything that an earlier reply granted."""

@@ -3,9 +3,9 @@
 `Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. No directive counts before the
 coordinator has proven that it knows this worker's token. A broken stream is opened again with the same member id after
 a growing pause; Welcome names the coordinator's term, under which all unanswered requests are sent again. Heartbeats
-mean that both connections work: a worker that has lost the exchange sends none until it is back, and the coordinator
-leases its work again as for any silent worker. Order of waiting: requests wait for the reader task, which waits for the
-socket; nothing waits for a request.
+mean that both connections work: a worker that has lost the exchange sends no heartbeat until the exchange is back, and
+the coordinator leases its work again as for any silent worker. Order of waiting: requests wait for the reader task,
+which waits for the socket; nothing waits for a request.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Membership:
         outbox_size: int = OUTBOX_SIZE,
         on_refused: Callable[[], object] = lambda: None,
     ):
-        """`on_refused` is called once when the coordinator begins to refuse this worker temporarily, to save its state."""
+        """`on_refused` is called once when the coordinator begins to refuse this worker temporarily, so that the worker
+        can save its state."""
         self.coordinator = checked_address(coordinator)
         """Address of the coordinator, HOST:PORT."""
         self._hello = hello
@@ -236,8 +237,8 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return gauges of the worker, memory, GPUs and unexpected errors; only the last if any
-        gauges fail, because the heartbeat matters more."""
+        """Return gauges of the worker, memory, GPUs and unexpected errors. If any gauges fail, return only the number
+        of unexpected errors, because the heartbeat matters more."""
         try:
             gauges = self._gauges() | process_gauges() | gpu_gauges.SAMPLER.gauges()
         except Exception as error:

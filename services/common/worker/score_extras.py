@@ -1,5 +1,5 @@
-"""Extras of score tasks and their answers besides the rewards: sums over calls and logged values, which a reward
-worker's heartbeats carry as gauges; columns that reward functions log by `log_extra`; and the trainer's state, TRL's
+"""Carries the extras of score tasks and of their answers besides the rewards. Sums over calls and logged values are
+gauges in a reward worker's heartbeats. Reward functions log columns by `log_extra`. The trainer's state is TRL's
 `trainer_state`.
 
 Promise: a step's numbers are over all calls and values that came with heartbeats since the step before, from any
@@ -36,7 +36,7 @@ ENDPOINT_METRICS = {
 }
 """Maps the name of a sum over requests to services (`paceline.reward.trainer_view.USAGE`) to a metric's name."""
 MAX_SUMS = 256
-"""Largest number of sums of one worker; further ones are left out."""
+"""Largest number of sums of one worker; further sums are left out."""
 
 
 class FunctionSums:
@@ -143,8 +143,8 @@ def extra_json(columns: Mapping[str, list[Any]]) -> str:
 
 
 def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
-    """Return a group's line of extra.jsonl; `digest` is that of the group's text. Empty unless `text`, of at most MAX_BYTES
-    characters, is a JSON object of lists with one value a completion."""
+    """Return a group's line of extra.jsonl; `digest` is that of the group's text. The line is empty unless `text` has
+    at most MAX_BYTES characters and is a JSON object of lists with one value a completion."""
     if not text or len(text) > MAX_BYTES:
         return ""
     try:
@@ -182,7 +182,7 @@ TRAINER_STATE = "paceline.trainer_state"
 
 def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1) -> dict[str, Any]:
     """Return the trainer's state: steps trained, steps of the run, epochs trained, and the number of reward workers, by
-    which each of them divides the limits of services. User functions do not see this number."""
+    which each reward worker divides the limits of services. User functions do not see this number."""
     prompts = trained_steps * spec.grpo.num_prompts_per_step
     return {
         "global_step": trained_steps,

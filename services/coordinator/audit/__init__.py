@@ -1,1 +1,1 @@
-"""`paceline ledger verify`, its comparisons and `--repair`."""
+"""`paceline ledger verify`: compares a run's records with each other, and repairs them with `--repair`."""

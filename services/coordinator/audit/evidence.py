@@ -59,8 +59,8 @@ STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 def receipts(of_run: RunRows, report: VerifyReport) -> None:
     """Compare receipts with batches: every session's receipts match the batch, every trained step has receipts of all
-    ranks of one session, and no group is in two steps. A session that died in a step, or replays it, lacks some
-    ranks."""
+    ranks of one session, and no group is in two steps. A session that died in a step, or that replays it, lacks
+    receipts of some ranks."""
     rows = of_run.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
@@ -133,13 +133,13 @@ def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sq
 
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
-    """Return the header and the arrays of a row of `payloads`, checked. They are in a segment or, in a backup, in the
-    row itself. Raises LedgerFault."""
+    """Check the header and the arrays of a row of `payloads`, and return them. They are in a segment or, in a backup,
+    in the row itself. Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
         if stored["segment"] is None and expected is not None and crc32(part) != expected:
-            raise LedgerFault(f"the column {name} of the table payloads is not what was written; restore a backup")
+            raise LedgerFault(f"the column {name} of the table payloads changed after it was written; restore a backup")
     return content
 
 
@@ -193,7 +193,8 @@ def _compare_with_batch(
         ids += [group_id for group_id, _ in consumed]
         wrong = [group_id for group_id, digest in consumed if digests.get(group_id) != digest]
         if wrong:
-            report.problem(subject, f"rank {row['rank']} trained groups {wrong[:5]}, which differ from the batch")
+            what = "which the batch lacks or has with other digests"
+            report.problem(subject, f"rank {row['rank']} trained groups {wrong[:5]}, {what}")
         scores_digests = json.loads(row["scores_digests"])
         other = [
             group_id
@@ -202,7 +203,7 @@ def _compare_with_batch(
         ]
         if other:
             report.problem(
-                subject, f"rank {row['rank']} trained groups {other[:5]} with other rewards than the ledger has"
+                subject, f"rank {row['rank']} trained groups {other[:5]} with rewards that differ from the ledger's"
             )
         counted = sum(tokens.get(group_id, 0) for group_id, _ in consumed)
         text = f"rank {row['rank']} trained {{}} tokens, but the groups of the rank have {{}}"

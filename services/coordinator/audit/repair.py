@@ -2,7 +2,8 @@
 
 Groups with unreadable arrays that no session has trained are generated again; samples with an unreadable turn begin
 again; missing or damaged checkpoints are marked, so that no session begins from them. The coordinator must be stopped;
-it makes the same changes itself when it finds such damage. Other damage needs a backup, and `verify` reports it.
+while it runs, it makes the same changes itself when it finds such damage. Other damage needs a backup, and `verify`
+reports it.
 """
 
 from __future__ import annotations

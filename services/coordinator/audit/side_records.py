@@ -1,5 +1,5 @@
-"""Compares prompts, events, evaluations, models and deaths with a run's groups, and checkpoints and export with their
-manifests: the third part of `verify`."""
+"""The third part of `verify`: compares prompts, events, evaluations, models and deaths with a run's groups, and the
+files of checkpoints and of the export with their manifests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompts(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def events(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that events are numbered without a gap, and that each can be read."""
+    """Check that events are numbered without a gap, and that each event can be read."""
     rows = of_run.rows("SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence")
     for expected, row in enumerate(rows, 1):
         subject = f"event {row['sequence']}"
@@ -115,8 +115,8 @@ def deaths_and_faults(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare checkpoints with the chain, and their manifests with the registered digests. Compare the files of all
-    checkpoints with the manifests by size; those of the newest checkpoint (with `deep`: of each) also by SHA-256."""
+    """Compare checkpoints with the chain, and their manifests with the registered digests. Compare the size of every
+    file of a checkpoint with the manifest; for the newest checkpoint (with `deep`: for each) also the SHA-256."""
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches} | {0: ""}
     rows = of_run.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
     usable = [row for row in rows if not row["removed"] and not row["damaged"]]
@@ -141,7 +141,8 @@ def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
-    """Compare a checkpoint's manifest and files with the registered digest. Return whether its folder has a manifest."""
+    """Compare a checkpoint's manifest and files with the registered digest. Return whether its folder has a
+    manifest."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
         report.problem(subject, "the folder is missing; restore it, or mark it by `paceline ledger verify --repair`")

@@ -119,8 +119,8 @@ def _groups(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def _slots(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that exactly the groups whose state requires a step have one, and that no two groups have the same slot.
-    Groups of a batch that was fixed when the run was cancelled are dropped with the batch, and keep their step."""
+    """Check that a group has a step exactly if its state requires one, and that no two groups have the same slot.
+    If a run with a fixed, untrained batch is cancelled, the groups of the batch are dropped, but keep their step."""
     fixed_last = of_run.run["next_step"]
     for group in of_run.groups:
         subject = f"group {group['group_id']}"
@@ -133,7 +133,8 @@ def _slots(of_run: RunRows, report: VerifyReport) -> None:
     holders = Counter(g["slot"] for g in of_run.groups if g["state"] != "dropped")
     for slot, number in holders.items():
         if number > 1 or slot >= of_run.run["next_slot"]:
-            report.problem(f"slot {slot}", f"{number} groups hold this slot, of {of_run.run['next_slot']} slots")
+            text = f"{number} groups hold this slot; the run has {of_run.run['next_slot']} slots"
+            report.problem(f"slot {slot}", text)
     free = of_run.rows("SELECT slot FROM free_slots WHERE run_id = ?")
     slots = sorted([*holders, *(row["slot"] for row in free)])
     if slots != list(range(of_run.run["next_slot"])):

@@ -1,1 +1,2 @@
-"""The audit log: who changed something or was refused, as append-only files of chained JSON lines."""
+"""The audit log: records of calls that changed something or were refused, in append-only files of chained JSON
+lines."""

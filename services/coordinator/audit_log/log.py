@@ -1,10 +1,10 @@
-"""Writes the audit log of a coordinator, with entries from any thread, to the disk and into the ledger.
+"""Writes the audit log of a coordinator to the disk, and the hash of the newest record into the ledger.
 
-A record is written at once, without waiting for the disk. Every SYNC_S seconds a thread syncs the new records; then the
-newest hash goes into the ledger's table `audit_heads`, and receipts carry it to the learner and into its checkpoints'
-manifests. So a power cut loses the last SYNC_S seconds at most, and the ledger never has a record that is not on the
-disk. A log that cannot be written ends the coordinator, because no change may be unrecorded. `RefusalLimits` bounds the
-records of refused calls, which could fill the disk and push out older records.
+Any thread may add a record, which is written at once, without waiting for the disk. Every SYNC_S seconds a thread syncs
+the new records; then the newest hash goes into the ledger's table `audit_heads`, and receipts carry it to the learner
+and into its checkpoints' manifests. So a power cut loses the last SYNC_S seconds at most, and the ledger never has the
+hash of a record that is not on the disk. A log that cannot be written ends the coordinator, because no change may be
+unrecorded. `RefusalLimits` bounds the records of refused calls, which could fill the disk and push out older records.
 
 Entries name the caller, the call and its subject, never the content. The reason of a refusal is kept if the guard gave
 it, or if a worker's Hello was refused; other refusals may quote the request, so the log has only their status.
@@ -87,7 +87,8 @@ class RefusalLimits:
             replace(
                 counted.newest,
                 count=counted.left_out,
-                why=f"{counted.left_out} more refusals of {name or 'an unknown peer'}; the newest refusal: {counted.newest.why}",
+                why=f"{counted.left_out} more calls of {name or 'an unknown peer'} were refused; the newest refusal: "
+                f"{counted.newest.why}",
             )
             for name, counted in self._sources.items()
             if counted.newest is not None

@@ -1,13 +1,15 @@
-"""Records of the audit log, and its files: `NUMBER.jsonl` in the folder `audit` of the coordinator's directory.
+"""Writes and reads the audit log's records, in files `NUMBER.jsonl` in the folder `audit` of the coordinator's
+directory.
 
-A line is JSON with the fields in the order of `Entry`, and ends with `"hash"`: the SHA-256 of the line without that
-field, which names the hash before. So a changed, removed, added or moved record breaks the chain at its position.
+A line is JSON with the fields in the order of `Entry`. It ends with `"hash"`, the SHA-256 of the line without that
+field, and it also has the hash of the previous record. So a changed, removed, added or moved record breaks the chain at
+its position.
 
 Promises: the operating system has a record when `append` returns, so the death of the process loses none; the caller
 syncs it to the disk. Files are only appended to. After MAX_FILE_BYTES a new file begins, whose first record continues
-the chain; beyond MAX_FILES the oldest is deleted, and the table `audit_heads` keeps its last hash. An incomplete line
-after a power cut is cut off when the log is opened. What is no file of the log, such as a folder or a link to a device,
-is never read: the log continues in the next file.
+the chain. If there are more than MAX_FILES files, the oldest is deleted, and the table `audit_heads` keeps its last
+hash. An incomplete line after a power cut is cut off when the log is opened. A folder or a link to a device is never
+read, even if it has the name of a file of the log: the log continues in the next file.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def chained(sequence: int, time_s: float, entry: Entry, previous: str) -> tuple[
 
 
 def read_line(line: bytes) -> AuditRecord:
-    """Return the record of a line without its line end. Raises ValueError if it is no record or its hash is wrong."""
+    """Return the record of a line without its line end. Raises ValueError if it is not a record or has a wrong hash."""
     body, end = line[:-_HASH_BYTES] + b"}", line[-_HASH_BYTES:]
     if not (end.startswith(_HASH) and end.endswith(b'"}')):
         raise ValueError("the line is not a record")
@@ -139,7 +141,7 @@ def open_file(path: Path) -> BinaryIO:
 
 def end_of(path: Path) -> tuple[AuditHead, int]:
     """Return the newest complete record of a file (`NONE` without one) and the number of bytes of the incomplete line
-    after it. Raises ValueError if the last complete line is no record, and OSError as `open_file` does."""
+    after it. Raises ValueError if the last complete line is not a record, and OSError as `open_file` does."""
     with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 2 * MAX_LINE_BYTES))
@@ -219,7 +221,8 @@ class AuditFiles:
         os.close(self._descriptor)
 
     def _find_end(self, recorded: AuditHead) -> AuditHead:
-        """Cut off an incomplete line. Return the record to continue after: the ledger's newest, if the files lack it."""
+        """Cut off an incomplete line. Return the record to continue after: the ledger's newest, if the files lack
+        it."""
         end = NONE
         for number in reversed(self._numbers):
             path = self._folder / _name(number)
@@ -251,7 +254,7 @@ class AuditFiles:
                 (self._folder / _name(self._numbers.pop(0))).unlink()
 
     def _open(self, number: int, exclusive: int) -> None:
-        """Open a file for appending: with O_EXCL a new one, under the next free number. Raises OSError, and then the
+        """Open a file for appending; with O_EXCL, a new file under the next free number. If it raises OSError, the
         file that was open stays."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | exclusive
         while True:

@@ -1,9 +1,10 @@
 """Verifies the audit log: its chain, the ledger's table `audit_heads`, and the manifests of checkpoints.
 
-Promise: a changed, removed, added or moved record is named by its number. So is the first missing record if the end was
-cut off, or if the files or the ledger were replaced by older copies, as far as the ledger or any manifest names a later
-record. An attacker who can rewrite log, ledger and every manifest together is not detected; the newest hash of
-`paceline audit verify`, kept elsewhere, shows that too. Verification writes nothing and may run beside the coordinator.
+Promise: a changed, removed, added or moved record is named by its number. If the end was cut off, or if the files or
+the ledger were replaced by older copies, the first missing record is named, provided that the ledger or a manifest
+names a later record. An attacker who can rewrite log, ledger and every manifest together is not detected. To detect
+such an attacker too, run `paceline audit verify` regularly and keep its newest hash on another machine. Verification
+writes nothing and may run beside the coordinator.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def check_end(ledger: Ledger, report: VerifyReport) -> None:
 
 
 def records(folder: Path, damaged: Callable[[str], None]) -> Iterator[AuditRecord]:
-    """Yield the readable records, the oldest first; an incomplete last line is left out. `damaged` is called for every
-    other line, and for a file that is none of a log."""
+    """Yield the readable records, the oldest first; an incomplete last line is left out. `damaged` is called for each
+    unreadable line, and for each file that cannot be a file of a log."""
     for path in audit_files(folder).values():
         try:
             with open_file(path) as file:
@@ -157,8 +158,8 @@ def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int
 
 
 def _named_by_manifests(ledger: Ledger, report: VerifyReport) -> Iterator[tuple[str, AuditHead]]:
-    """Yield the records that checkpoints' manifests name: those of registered checkpoints, and those in the runs'
-    folders, because an older ledger may lack some checkpoints."""
+    """Yield the records that checkpoints' manifests name: the manifests of registered checkpoints, and all manifests in
+    the runs' folders, because an older ledger may lack some checkpoints."""
     folder = ledger.path.parent
     registered = {path for row in ledger.runs() for path in ledger.checkpoints.paths(row["run_id"])}
     found = {str(path.parent) for path in folder.glob(f"*/checkpoints/*/{CHECKPOINT_MANIFEST}")}

@@ -1,4 +1,5 @@
-"""Admits prompts, decides how far generation may run ahead of training, and which versions a lease holder can sample from.
+"""Admits prompts; decides how far generation may run ahead of training, and which versions lease holders may sample
+from.
 
 B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained
 token is older; with `ready_first` late groups may train up to the age `hard_max_age_steps`. A rollout worker samples
@@ -19,13 +20,15 @@ from paceline.v1 import common_pb2
 def admissible(open_groups: int, admitted: int, dropped: int, *, batch: int, max_age: int, max_steps: int) -> int:
     """Return the number of groups that may be admitted now.
 
-    A group is admitted while open < (η + 1)·B, where open counts the groups that are neither trained nor dropped, and
-    never more than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO."""
+    A group is admitted while open < (η + 1)·B and admitted - dropped < max_steps·B. Here open is the number of groups
+    that are neither trained nor dropped; the second condition holds until all remaining steps have their groups. η = 0
+    is synchronous GRPO."""
     return max(0, min((max_age + 1) * batch - open_groups, max_steps * batch - (admitted - dropped)))
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
-    """Admit up to `at_most` prompts in seeded order, within the admission rule. The next call retries unreadable ones."""
+    """Admit up to `at_most` prompts in seeded order, within the admission rule. Unreadable prompts are left to the next
+    call."""
     ledger, run_id = exchange.ledger, run.run_id
     counters = ledger.counters(run_id)
     admitted = counters.get("groups:ever_admitted", 0)

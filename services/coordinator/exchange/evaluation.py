@@ -1,8 +1,8 @@
-"""Evaluates versions on validation prompts, whose groups are a separate class, pinned to one version, and outside of
-batches and token accounting.
+"""Evaluates versions on validation prompts. The groups of an evaluation have a separate class, are pinned to one
+version, and are part of neither batches nor token accounting.
 
 One rollout worker that holds the version (or a newer one) is pinned: it takes no further weights until every group of
-the evaluation is generated, while others continue. Scoring needs no pin. With an environment, the holders of the
+the evaluation is generated, while other workers continue. Scoring needs no pin. With an environment, the holders of the
 evaluation's leases sample from the pinned worker. Tokens of another version are refused and generated again. The groups
 of the newest evaluations and of the first one stay in the ledger (`logger.keep_evaluations`).
 
@@ -166,7 +166,7 @@ def evaluation_result(
 ) -> dict[str, Any]:
     """Return the result of an evaluation of version `step`; `rows` are its scored and dropped groups. Rewards are means
     over prompts of the mean over a prompt's completions; None if no function gave a number. A standard error is the
-    standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two prompts.
+    standard deviation of the prompts' means (n - 1) divided by sqrt(n); it is left out for fewer than two prompts.
     `pass@<k>/<function>` is the share with at least one 1 among the prompts whose k completions all got a number. It
     is given if all values of the function are 0 or 1 and k is above 1. `sources` are the rows' values of
     `data.source_key`, None without one."""

@@ -1,10 +1,11 @@
-"""Revokes the leases and tasks of workers that left, crashed or are overdue, and quarantines groups. `requests/lease.py`
-leases groups, and revokes leases that their worker does not know.
+"""Revokes the leases and tasks of workers that left, crashed or are overdue, and quarantines groups.
+`requests/lease.py` leases groups, and revokes leases that their worker does not know.
 
-Quarantine finds groups that crash their workers by leasing them alone, and drops them, so that one prompt cannot end a
-pool. A worker's crash proves nothing about one of the many groups that it held, so each of them is counted as present.
-A group that was present at SHARED_CRASHES crashes is quarantined: it is leased alone, to a worker that first finishes
-its other work. It is dropped(poison) after ALONE_CRASHES further crashes of workers that held nothing else.
+Quarantine leases groups alone to find those that crash their workers, and drops those groups, so that one prompt cannot
+end a pool. A worker's crash proves nothing about one of the many groups that it held, so each of them is counted as
+present. A group that was present at SHARED_CRASHES crashes is quarantined: it is leased alone, to a worker that first
+finishes its other work. It is dropped as `poison` after ALONE_CRASHES further crashes of workers that held nothing
+else.
 
 Promise: no group is dropped because of a network or host fault. A worker that falls silent on an open connection
 (stopped, cut off, its host down) or that leaves normally has not crashed, and the count of a worker that returns is
@@ -90,9 +91,10 @@ def _scores(exchange: Exchange, member_id: str) -> bool:
 def choose_groups(
     exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
 ) -> list[sqlite3.Row]:
-    """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` others. A
-    waiting quarantined group reserves one worker, which gets nothing more until its other work is done. `rows`
-    should exceed the room by the size of `run.state.reserved`, so that quarantined groups do not delay the others."""
+    """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` other
+    groups. A waiting quarantined group reserves one worker, which gets nothing more until its other work is done.
+    `rows` should exceed the room by the size of `run.state.reserved`, so that quarantined groups do not delay the
+    others."""
     quarantined = quarantined_groups(exchange, run)
     if not quarantined or room <= 0:
         return rows[: max(room, 0)]
@@ -122,7 +124,8 @@ def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
 
 
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Count a worker's crash for each of its groups, before its leases are revoked; drop groups proven as causes."""
+    """Count a worker's crash for each of its groups, before its leases are revoked; drop groups that are proven
+    causes."""
     for row in exchange.group_queries.work_of(run.run_id, member_id):
         _count_death(exchange, run, row, member_id, member_id)
 

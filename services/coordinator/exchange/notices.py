@@ -56,7 +56,8 @@ class Notices:
         )
 
     def undo(self, number: int) -> None:
-        """Remove all but the first `number` events, because the transaction's part that added them is rolled back."""
+        """Remove all but the first `number` events, because the part of the transaction that added them is rolled
+        back."""
         del self._waiting[number:]
 
     def take(self) -> list[Notice]:

@@ -1,5 +1,6 @@
-"""Answers to requests. Each states the content of the ledger, in the term of the coordinator. The term of a request is this
-term once its sender is checked (`transport/dispatch.py:refusal_of_sender`); only earlier answers name it."""
+"""Answers to requests. Each answer states the content of the ledger, in the term of the coordinator. It repeats the
+term of its request, which is the coordinator's once the sender is checked (`transport/dispatch.py:refusal_of_sender`);
+an answer that is given before this check sets `term`."""
 
 from __future__ import annotations
 

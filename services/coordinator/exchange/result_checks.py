@@ -1,5 +1,5 @@
-"""Checks a result against the ledger, in its transaction: its token ids, the versions and samplers of its tokens, and the
-prefix that it continues. `uploads/` has checked every number before."""
+"""Checks a result against the ledger, in its transaction: its token ids, the versions and samplers of its tokens, and
+the prefix that it continues. `uploads/` has checked every number before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.wire import decode_completions, parse_message
 
 
 def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
-    """Return why the learner cannot embed the largest token id; empty if it can or its vocabulary is not reported."""
+    """Return why the learner cannot embed the largest token id; empty if it can, or has reported no vocabulary yet."""
     vocab_size = exchange.ledger.run(run.run_id)["vocab_size"]
     if vocab_size and max_id >= vocab_size:
         return f"token id {max_id} is not below the vocabulary's size {vocab_size}"
@@ -38,10 +38,10 @@ def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
 def fault_of_result(
     exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, uploaded: UploadedGroup
 ) -> str:
-    """Return why the ids, versions, samplers or continued prefix of a result are impossible; empty if they are possible. A
-    worker's tokens have versions that it acknowledged or was offered, and the worker as their sampler; the prefix of
-    its lease has versions and samplers of earlier holders. Workers of 0.1.0 name no sampler, also in a prefix that they
-    continue. The turns of rows were compared when they were submitted."""
+    """Return why the ids, versions, samplers or continued prefix of a result are impossible; empty if they are
+    possible. A worker's tokens have versions that it acknowledged or was offered, and the worker as their sampler; the
+    prefix of its lease has versions and samplers of earlier holders. Workers of 0.1.0 name no sampler, also in a prefix
+    that they continue. The turns of rows were compared when they were submitted."""
     group = uploaded.group
     if (fault := fault_of_ids(exchange, run, uploaded.max_id)) or group.rows is not None:
         return fault
@@ -66,8 +66,8 @@ def fault_of_result(
 
 
 def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[Version]) -> str:
-    """Return why one of `versions` cannot exist yet; empty if all can. Any rollout worker may have sampled from them,
-    also one that left before it could acknowledge them: a version is published once the batch before it is fixed."""
+    """Return why one of `versions` cannot exist yet; empty if all can. A version can exist as soon as the batch before
+    it is fixed, even if no worker has acknowledged it: a worker may have sampled from it and left."""
     row, newest = exchange.ledger.run(run.run_id), max(versions)
     step = max(version.step for version in versions)
     is_behind = newest.session > row["session"] or step > row["next_batch"]
@@ -146,8 +146,8 @@ def _fault_of_continuation(prefix: Prefix, group: Group) -> str:
 
 
 def _fault_of_samplers(prefix: Prefix | None, group: Group, member_id: str) -> str:
-    """Return which tokens of a result name a wrong sampler; empty if there are none, or if no token names a sampler. The
-    result continues the prefix, so only the samplers of its spans can differ."""
+    """Return which tokens of a result name a wrong sampler; empty if there are none, or if no token names a sampler.
+    The result continues the prefix, so only the samplers of its spans can differ."""
     samplers = _samplers_of(group)
     if not any(samplers) or (prefix is None and samplers == {member_id}):
         return ""
@@ -169,14 +169,14 @@ def _samplers_of(group: Group) -> set[str]:
 
 
 def _fault_of_holders(group: Group, member_id: str, row: sqlite3.Row, attempt: int) -> str:
-    """Return which samplers of a result whose prefix cannot be compared are no holders of its attempt or earlier ones;
-    empty if there are none."""
+    """For a result whose prefix cannot be compared, return which of its samplers had neither the lease of its attempt
+    nor an earlier lease; empty if there are none."""
     earlier = range(max(1, attempt - MAX_HOLDERS), attempt)
     holders = {member_id, *(held_attempt(row["holders"], number) for number in earlier)} - {""}
     if others := _samplers_of(group) - holders - {""}:
         return (
             f"sampler_names has {sorted(others)[:8]}, but attempts up to {attempt} were leased to {sorted(holders)[:8]}; "
-            "tokens name the worker that sampled them"
+            "each token must name the worker that sampled it"
         )
     return ""
 

@@ -1,4 +1,4 @@
-"""State of the active run that is in no file. It ends with the run's activity: a run that is started again gets a new one."""
+"""State of the active run that is in no file. A run that is started again gets a new state."""
 
 from __future__ import annotations
 
@@ -81,11 +81,12 @@ class RunState:
                 del times_s[passed]
 
     def clear_failures(self, first_group: int) -> None:
-        """Reset all counts of failures, because a person resumes the run; groups before `first_group` are not counted."""
+        """Reset all counts of failures, because a person resumes the run; groups before `first_group` are not
+        counted."""
         self.failure_counts, self.drops_in_a_row = FailureCounts(), DropsInARow(first_group)
 
     def num_ahead(self, slot: int, num_waiting: Callable[[int, int], int]) -> int:
-        """Return the number of open, unbatched groups in slots before `slot`; continues from the last call's slot.
+        """Return the number of open, unbatched groups in slots before `slot`, counted from the last call's slot on.
         `num_waiting` returns this number between two slots."""
         start, ahead = self._counted if self._counted[0] <= slot else (0, 0)
         ahead += num_waiting(start, slot)

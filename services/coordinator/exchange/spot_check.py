@@ -1,21 +1,22 @@
 """Spot-checks the samplers: chooses groups whose log-probabilities the learner compares with its own, and finds, by two
 sequential tests, workers that sample with other weights than those of their versions. Has no I/O.
 
-Promise: such a worker is named in the run's events. Its groups train as before, because a person has to judge whether
-the worker or the learner is at fault, unless `logger.verify_drops` drops them. The first FIRST_CHECKS comparisons of a
-worker, and then at least the share `logger.verify_share` of its groups, are due; while its newest groups indicate a
-fault, its next groups are always due. One group of a large batch is compared in any case, because each version may be
+Promise: such a worker is named in the run's events. Unless `logger.verify_drops` drops its groups, they train as
+before, because a person has to judge whether the worker or the learner is at fault. The first FIRST_CHECKS comparisons
+of a worker, and then at least the share `logger.verify_share` of its groups, are due; while its newest groups indicate
+a fault, its next groups are always due. One group of a large batch is compared in any case, because each version may be
 damaged. No worker can foresee which groups are chosen. Repeated requests of a batch get the same choice. The state is
 in memory; a coordinator's restart resets the counts.
 
-An observation is the tokens of one group that one worker sampled under one version: the mean and the mean square of
-log μ - log π in nats, where μ is the worker's reported probability and π the learner's with the weights of that version
-(`paceline/learner/step/sampler_check.py`). A worker that is due stays due until the learner has compared it.
+An observation summarizes the tokens of one group that one worker sampled under one version. It has the mean and the
+mean square of log μ - log π in nats, where μ is the probability that the worker reported and π is the learner's with
+the weights of that version (`paceline/learner/step/sampler_check.py`). A worker that is due stays due until the learner
+has compared it.
 
-The first test finds a mean: a correct worker has one of a few thousandths of a nat, a wrong kernel or a broken GPU has
-more. It is a cumulative sum (E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954) of the log-likelihood
-ratio between a mean of FAULTY and one of TOLERATED, one sum for each sign. For Gaussian noise of standard deviation σ
-an observation x adds
+The first test finds a large mean: that of a correct worker is a few thousandths of a nat, that of a wrong kernel or a
+broken GPU is larger. It is a cumulative sum (E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954) of the
+log-likelihood ratio between a mean of FAULTY and one of TOLERATED, one sum for each sign. For Gaussian noise of
+standard deviation σ an observation x adds
 
 (FAULTY - TOLERATED) / σ² · (x - (FAULTY + TOLERATED) / 2)
 
@@ -25,9 +26,9 @@ and σ is the largest of three estimates: the group's own standard error, the me
 the spread of the groups around the median of their worker.
 
 The second test finds wrong weights, whose differences have a small mean but scatter: E_μ[log μ - log π] is the
-Kullback-Leibler divergence, about half the mean square. An observation adds the binary logarithm of the mean square over
-SPREAD_LIMITS of the number format, between -1 and 1, less for few tokens, to another sum that never falls below 0. The
-worker is named when it reaches WIDE, which takes at least two groups.
+Kullback-Leibler divergence, about half the mean square. An observation adds the binary logarithm of the mean square
+over SPREAD_LIMITS of the number format, between -1 and 1, less for few tokens, to another sum that never falls below 0.
+The worker is named when it reaches WIDE, which takes at least two groups.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Finding(NamedTuple):
     groups: int
     """Number of the worker's comparisons since its sums were last 0."""
     version_step: int
-    """Oldest version among them."""
+    """Oldest version among these comparisons."""
     others: float | None
     """Median of the other workers' mean deviations, in nats a token; None without other workers."""
     others_spread: float | None
@@ -163,7 +164,8 @@ class _Worker:
     named: int = 0
     newest: deque[Observation] = field(default_factory=lambda: deque(maxlen=32))
     wrong: tuple[int, int] | None = None
-    """Oldest and newest version seen to be wrong since the worker was named; None once an observation shows no fault."""
+    """Oldest and newest version seen to be wrong since the worker was named; None once an observation shows no
+    fault."""
 
     @property
     def mean(self) -> float:
@@ -182,7 +184,7 @@ class DriftTest:
         self.groups = 0
 
     def observe(self, member_id: str, observation: Observation) -> Finding | None:
-        """Add the observation of a worker's group, if finite; return a finding if this names the worker."""
+        """Add the observation of a worker's group if it is finite; return a finding if the worker is named for it."""
         numbers = (*observation[:2], observation.mean_square)
         if not all(map(math.isfinite, numbers)) or observation.tokens <= 0 or observation.mean_square < 0:
             return None
@@ -205,7 +207,7 @@ class DriftTest:
 
     @property
     def wrong_versions(self) -> dict[str, tuple[int, int]]:
-        """Return the oldest and the newest wrong version of each named worker whose later groups have not been right."""
+        """Return the oldest and the newest wrong version of each named worker, unless a later group showed no fault."""
         return {name: each.wrong for name, each in self._workers.items() if each.wrong is not None}
 
     @property
@@ -314,8 +316,8 @@ class SpotCheck:
         self._share = 1.0
 
     def note_group(self, group: Group, sender: str = "") -> None:
-        """Note who has sampled a group that is committed; if it does not say so, the `sender`. Groups from before a restart
-        of the coordinator are unknown."""
+        """Note the samplers of a committed group or, if it names none, the `sender`. Groups from before a restart of
+        the coordinator are unknown."""
         newest: dict[str, int] = {}
         for completion in group.completions:
             for span in completion.spans:
@@ -326,16 +328,16 @@ class SpotCheck:
             self._samplers.popitem(last=False)
 
     def is_wrong(self, group_id: int) -> bool:
-        """Return whether a named worker has sampled tokens of the group, the newest under a version seen to be wrong. Groups
-        of newer versions are not wrong yet: they are compared when they are trained."""
+        """Return whether a named worker has sampled tokens of the group, and the newest of them under a version that
+        was seen to be wrong. Groups of newer versions are not wrong yet: they are compared when they are trained."""
         wrong, samplers = self.test.wrong_versions, self._samplers.get(group_id, {})
         return any(oldest <= samplers.get(worker, -1) <= newest for worker, (oldest, newest) in wrong.items())
 
     def choose(
         self, chain: str, part: tuple[int, int], groups: Sequence[int], share: float, batch_size: int
     ) -> set[int]:
-        """Return the ids of the groups to compare in a rank's part of the batch with this `chain`; equal for all requests
-        of the part. `batch_size` is the number of groups of the whole batch, on all ranks."""
+        """Return the ids of the groups to compare in a rank's part of the batch with this `chain`; equal for all
+        requests of the part. `batch_size` is the number of groups of the whole batch, on all ranks."""
         choice = self._choices.setdefault(chain, _Choice())
         if part not in choice.parts:
             self._share = share
@@ -387,7 +389,8 @@ class SpotCheck:
         }
 
     def take(self, chain: str, group_id: int, sampler: str, version_step: int) -> str:
-        """Return, once for each version, the worker whose tokens of a chosen group were compared; else an empty text."""
+        """Return, once for each version, the worker whose tokens of a chosen group were compared; else an empty
+        text."""
         choice = self._choices.get(chain)
         samplers = {} if choice is None else choice.samplers.get(group_id, {})
         worker = sampler if sampler or len(samplers) != 1 else next(iter(samplers))

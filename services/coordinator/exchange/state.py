@@ -31,8 +31,8 @@ BATCH_DUE = "whether the next batch can be fixed"
 
 @dataclass(frozen=True)
 class GroupClass:
-    """A class of groups: those to train, which batches take and whose tokens are accounted, or those that are only measured,
-    for the evaluation of version `step`."""
+    """A class of groups: those to train, which batches take and whose tokens are accounted, or those that are only
+    measured, for the evaluation of version `step`."""
 
     step: int = -1
 
@@ -55,7 +55,7 @@ TRAIN = GroupClass()
 
 
 def class_of(row: sqlite3.Row) -> GroupClass:
-    """Return the class of a group's row, which has it as `train` or `eval:<step>`."""
+    """Return the class of a group from its row, where it is `train` or `eval:<step>`."""
     return TRAIN if row["class"] == "train" else GroupClass(int(row["class"].removeprefix("eval:")))
 
 
@@ -117,14 +117,15 @@ class Exchange:
         self.active = run
 
     def close_admission(self, reason: str) -> None:
-        """Admit no group for this reason; with an empty one only the admission rule decides."""
+        """Admit no group for this reason; if it is empty, only the admission rule decides."""
         self.admission_closed = reason
 
     def report_intruders(self, note_intruder: Callable[[str, str, str, str], None]) -> None:
         self.note_intruder = note_intruder
 
     def undo(self, number: int) -> None:
-        """Undo what a part of the transaction that is rolled back has changed here; before it there were `number` notices."""
+        """Undo the changes that a rolled-back part of the transaction made here; before it there were `number`
+        notices."""
         self.notices.undo(number)
         if self.active is not None:
             self.active.state.slots_changed()

@@ -1,10 +1,11 @@
-"""State of the workers that is in no file: their versions, and the ages of their leases and tasks, by which overdue workers
-are found. Has no I/O; the pool advances the clock.
+"""State of the workers that is in no file: their versions, and the ages of their leases and tasks, by which overdue
+workers are found. Has no I/O; the pool advances the clock.
 
 A lease has no deadline, because a completion may take any time. But a connected worker that submits nothing, while the
 others do, holds groups that they could generate. A worker is overdue when it has held a lease, and submitted nothing,
-for longer than LIMIT_MULTIPLE times the pool's median from lease to result, and at least LIMIT_S, or when its results
-are refused in a row. No worker is overdue unless another one has submitted a result since, or is idle and able to work.
+for longer than both LIMIT_S and LIMIT_MULTIPLE times the pool's median from lease to result. It is also overdue when
+its last MAX_REFUSED results were refused. No worker is overdue unless another one has submitted a result since, or is
+idle and able to work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
 
 MAX_REFUSED = 3
-"""Number of a worker's results that were refused in a row, from which on the worker is overdue."""
+"""Number of results refused in a row from which on a worker is overdue."""
 
 MIN_RESULTS = 8
 """Number of the other workers' results from which on their median is used."""
@@ -110,8 +111,8 @@ class LeaseDurations:
 
 class Throughput:
     """Numbers of committed groups by worker, since the coordinator's start, for the scaling policy. The unit is a group
-    to train; a group of an evaluation counts in proportion to its completions. Tokens and turns, of evaluations too, are
-    for the metrics of steps."""
+    to train; a group of an evaluation counts in proportion to its completions. Tokens and turns, which include those of
+    evaluations, are for the metrics of steps."""
 
     def __init__(self) -> None:
         self.generated: defaultdict[str, float] = defaultdict(float)
@@ -157,7 +158,8 @@ class Workers:
         self.suspected: set[str] = set()
         """Ids of members that may be gone: no batch waits for their work, and others may get it."""
         self.overdue: set[str] = set()
-        """Ids of workers that held leases or tasks for too long; they get no more until they have submitted a result."""
+        """Ids of workers that held leases or tasks for too long; they get no more until they have submitted a
+        result."""
         self.lease_durations, self.task_durations = LeaseDurations(), LeaseDurations()
         self.throughput = Throughput()
 

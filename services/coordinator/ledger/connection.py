@@ -220,7 +220,8 @@ class LedgerFile(database.Queries):
         return self.cached(f"counters {run_id}", read)
 
     def _write_counters(self) -> None:
-        """Add the amounts to the counters. Seals are computed here: a trigger for each would take the interpreter lock."""
+        """Add the amounts to the counters. Seals are computed here: a trigger for each would take the interpreter
+        lock."""
         rows: list[dict[str, Any]] = [
             {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
             for (run_id, name), amount in self._uncounted.items()
@@ -335,8 +336,8 @@ def _once(values: dict[str, Any], key: str, compute: Callable[[], ValueT]) -> Va
 
 def lock_ledger(path: Path) -> list[IO[bytes]]:
     """Lock the ledger at `path` for this process until both files are closed. Raises Conflict if another process has
-    it. The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open
-    file, so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup
+    locked it. The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the
+    open file, so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup
     replaces the ledger."""
     beside = os.fdopen(fd_to_append(path.with_name(path.name + ".lock")), "ab")
     ledger = os.fdopen(fd_to_append(path), "ab")
@@ -356,10 +357,10 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
 class WalCheckpointer:
     """Moves the content of the write-ahead log into the ledger's file while transactions go on. By default SQLite does
     this in the commit that brings the log to 1,000 pages; under load, every tenth commit would then wait for the writes
-    and two more syncs. Here a thread does it by a separate connection, which blocks no writer. Because writers continue,
-    the log never becomes empty. If it has more than `max_pages` pages, a short pass holds `lock`, which excludes
-    transactions, and SQLite then writes the log from its start again. Only the log's length depends on this: a commit
-    is durable by its own sync."""
+    and two more syncs. Here a thread does it by a separate connection, which blocks no writer. Because writers
+    continue, the log never becomes empty. If it has more than `max_pages` pages, a short pass holds `lock`, which
+    excludes transactions, and SQLite then writes the log from its start again. Only the log's length depends on this: a
+    commit is durable by its own sync."""
 
     def __init__(self, ledger: LedgerFile, lock: asyncio.Lock, period_s: float = 0.5, max_pages: int = 8192):
         """Move every `period_s` seconds; restart the log when it has more than `max_pages` pages of 4 kB."""

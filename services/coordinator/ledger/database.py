@@ -1,15 +1,15 @@
 """Opens the SQLite files of ledgers and their copies: plain ones without a storage key, encrypted ones with it.
 
 Promises: every connection to a ledger comes from here. With a key, no content reaches the disk in plain: pages,
-write-ahead log and rollback journal are encrypted, and temporary tables stay in memory. A file of another key, an
-encrypted file without a key and a plain file with one are refused (`check_key`).
+write-ahead log and rollback journal are encrypted, and temporary tables stay in memory. `check_key` refuses a file of
+another key, an encrypted file if no key is given, and a plain file if a key is given.
 
 An encrypted file begins with 16 bytes that SQLCipher calls its salt: 8 bytes of magic, and the name of the key
 (`paceline/encryption/storage_key.py`). So it shows which key it needs, wherever it is moved.
 
 `paceline ledger backup` marks its copies in SQLite's header. The first coordinator that opens a marked file moves the
-remains of an earlier ledger (its log, which SQLite would write into this file, and its segments, which this ledger would
-treat as unused) into a folder `<ledger>.set-aside-N`, and removes the mark. Nothing is deleted.
+remains of an earlier ledger (its log, which SQLite would write into this file, and its segments, which this ledger
+would treat as unused) into a folder `<ledger>.set-aside-N`, and removes the mark. Nothing is deleted.
 """
 
 from __future__ import annotations

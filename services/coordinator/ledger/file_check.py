@@ -1,6 +1,6 @@
 """Checks the ledger's SQLite file: pages, tables, and the checksum of every row
-(`services/coordinator/ledger/row_checksums.py`). Defines the report of `paceline ledger verify`, which continues
-after unreadable records, and messages that report damage instead of its consequences."""
+(`services/coordinator/ledger/row_checksums.py`). Also defines the report of `paceline ledger verify`, which continues
+after unreadable records, and replaces errors that damage has caused by errors that name the damage."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 BATCH_COLUMNS = "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
-"""The columns that batches need. Others are not read, because thousands of rows are read at a time."""
+"""The columns that batches need. Other columns are not read, because thousands of rows are read at a time."""
 
 MAX_GROUP_ID = 2**63 - 1
 """Largest group id: SQLite's largest integer."""

@@ -83,7 +83,8 @@ class Groups(Queries):
     # Admission
 
     def admit(self, run_id: str, group_class: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
-        """Insert new groups of a class: id, slot, prompt, columns. Few statements: other threads may run between two."""
+        """Insert new groups of a class: id, slot, prompt, columns. There are few statements, because
+        other threads may run between two of them."""
         rows: list[dict[str, object]] = []
         num_chars = 0
         for group_id, slot, prompt, columns in groups:
@@ -318,7 +319,8 @@ class Groups(Queries):
         _check(changed, [group_id], *OPEN_STATES)
 
     def remove(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
-        """Delete an evaluation's groups, prompts and payloads, in few statements. Return (segment, start) of payloads."""
+        """Delete an evaluation's groups, prompts and payloads, in few statements. Return (segment, start) of
+        payloads."""
         of_class = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
         of_groups = f"WHERE run_id = ? AND group_id IN (SELECT group_id {of_class})"
         values = (run_id, run_id, group_class)
@@ -332,6 +334,6 @@ def _check(changed: sqlite3.Cursor, group_ids: Sequence[int], *states: State) ->
     """Raise Conflict unless the statement has changed one row for each of the groups."""
     if changed.rowcount != len(group_ids):
         raise Conflict(
-            f"only {changed.rowcount} of {len(group_ids)} groups are {' or '.join(states)}, as the transaction requires: "
-            f"groups {list(group_ids[:8])}"
+            f"only {changed.rowcount} of {len(group_ids)} groups are {' or '.join(states)}, but the transaction "
+            f"requires all to be: groups {list(group_ids[:8])}"
         )

@@ -47,7 +47,8 @@ class Ledger(LedgerFile):
     """All tables: those of runs, events, counters and payloads in this file, the others in the folder `tables`."""
 
     def __init__(self, path: Path, *, read_only: bool = False, store: str = ""):
-        """`store` is the deployment's root for large files: a URL, an absolute path, or empty for the ledger's folder."""
+        """`store` is the deployment's root for large files: a URL, an absolute path, or empty for the ledger's
+        folder."""
         super().__init__(path, read_only=read_only)
         self.store = store.rstrip("/")
         self.groups = Groups(self.db)
@@ -208,7 +209,8 @@ class Ledger(LedgerFile):
         return counters
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
-        """Append an event for Watch. Of a kind in MAX_EVENTS the last allowed event says that no further one follows."""
+        """Append an event for Watch. For a kind in MAX_EVENTS, the last allowed event says that no further one
+        follows."""
         if kind in MAX_EVENTS:
             number = self.counters(run_id).get(f"events:{kind}", 0) + 1
             if number > MAX_EVENTS[kind]:
@@ -366,7 +368,7 @@ class Ledger(LedgerFile):
                 self.payloads.mark_candidate(segment)
 
     def remove_unused_segments(self) -> Future[None] | None:
-        """Remove some segments without payloads, on a thread after the sync of the commit that made them unused."""
+        """Remove some segments without payloads: on a thread, after the sync of the commit that made them unused."""
         unused = [number for number in self.payloads.removal_candidates() if not self._is_used(number)]
         return self.payloads.remove(unused, after=self.sync) if unused else None
 

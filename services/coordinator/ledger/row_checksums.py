@@ -3,8 +3,8 @@
 SQLite writes no checksums into its pages. Rows that no other checksum covers have one in the column `seal`: CRC-32 over
 all other columns. Triggers of the writer's connection set it, so no statement has to; the triggers are not in the file,
 so a row changed by another program is detected too. Groups are sealed when they are trained or dropped, by the
-statements that end them (`assignment`): before that they change several times, each time a trigger would cost as much
-as the statement, and their state after each change is compared with other records.
+statements that end them (`assignment`). Before that they change several times, and a trigger would double the cost of
+each change; their state is compared with other records instead.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def install(db: sqlite3.Connection) -> None:
 
 
 def keep(db: sqlite3.Connection) -> None:
-    """Add triggers that seal each row that the connection inserts or updates, in tables whose rows are always sealed."""
+    """Add triggers that seal each row that the connection inserts or updates, in tables whose rows are always
+    sealed."""
     for name in (name for name, condition in SEALED.items() if not condition):
         table = tables()[name]
         of_key = " AND ".join(f"{column} = NEW.{column}" for column in table.key)

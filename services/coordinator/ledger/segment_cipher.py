@@ -1,6 +1,6 @@
 """Encrypts segments: a first block that shows which key opens them, then the sealed header and arrays of each record.
 Each segment has a separate key, derived from the storage key and the salt in its first block. Each part is sealed
-with its position in the file, so one that was moved to another position or segment is refused. Lengths and checksums
+with its position in the file, so a part that was moved to another position or segment is refused. Lengths and checksums
 in the ledger are those of the plaintext, so values computed from them are the same with and without a key."""
 
 from __future__ import annotations

@@ -163,7 +163,8 @@ class DamagedRecord(LedgerFault):
 
 
 class UnopenedSegment(LedgerFault):
-    """A segment that cannot be opened or created now (no descriptor, permissions). Nothing is lost, so callers retry."""
+    """A segment that cannot be opened or created now (no descriptor, permissions). Nothing is lost, so callers
+    retry."""
 
 
 class Payload(NamedTuple):
@@ -292,8 +293,8 @@ class PayloadStore:
         self._candidates.add(segment)
 
     def removal_candidates(self) -> list[int]:
-        """Return segments that may be unused, up to MAX_CANDIDATES and IN_TURN others. Never the two newest, because between
-        `append` and the transaction that refers to a record there are at most MAX_SEGMENT_BYTES."""
+        """Return segments that may be unused, up to MAX_CANDIDATES and IN_TURN others. The two newest are left out,
+        because between `append` and the transaction that refers to a record there are at most MAX_SEGMENT_BYTES."""
         candidates = list(self._candidates)  # atomic copy: the appending thread adds to it
         chosen = sorted(number for number in candidates if number < self._number - 1)[:MAX_CANDIDATES]
         self._candidates.difference_update(chosen)
@@ -379,7 +380,7 @@ class PayloadStore:
                 if error.errno not in NO_FILE:
                     raise UnopenedSegment(f"{self._path(number)} cannot be opened: {error.strerror or error}") from None
                 raise DamagedRecord(
-                    f"{self._path(number)} is missing or no file, and the ledger refers to it; restore a backup",
+                    f"{self._path(number)} is missing or is not a file, but the ledger refers to it; restore a backup",
                     number,
                     start,
                 ) from None
@@ -448,7 +449,8 @@ class SegmentWriter:
             position, self.size = position + whole, self.size + whole
 
     def _set_direct(self, direct: bool) -> bool:
-        """Set or clear O_DIRECT; return whether the flag changed. Some file systems refuse it, or the first write."""
+        """Set or clear O_DIRECT; return whether the flag changed. Some file systems refuse the flag, or the first write
+        with it."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         new_flags = flags | O_DIRECT if direct else flags & ~O_DIRECT
         try:

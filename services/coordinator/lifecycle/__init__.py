@@ -1,1 +1,1 @@
-"""Runs: their queue, their start and end, and their states in between."""
+"""Queues, starts and ends runs, and changes their states in between."""

@@ -1,7 +1,7 @@
 """Commands of a person on runs (cancel, pause, resume, drop groups, checkpoint) and on workers (drain). Changes are
 events of the run.
 
-`resume` reads the files again that a person may have corrected while a run was paused: data sets, the chat template,
+`resume` reads again the files that a person may have corrected while a run was paused: data sets, the chat template,
 reward functions. A run with a bundle gets the corrected files in a new bundle. For a run without one, the digests of
 the functions' files are recorded if the files are on this machine; the coordinator never runs them.
 """
@@ -63,7 +63,7 @@ class Commands:
         async with self._context.lock:
             row = self._ledger.run(run_id)
             if row["state"] != "running" and not (row["state"] == "paused" and self._ledger.is_retried(run_id)):
-                raise Conflict(f"run {run_id} is {row['state']}, not running")
+                raise Conflict(f"run {run_id} is {row['state']}, not running; only a running run can be paused")
             with self._ledger.transaction():
                 set_state(self._ledger, run_id, "paused")
             if self._delays.retried == run_id:
@@ -72,14 +72,15 @@ class Commands:
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
         """Continue a paused run. If it has failed, or if another run has its workers now, queue it again. Files whose
-        faults paused the run are read again, from `bundle` if it is given. Raises NotFound, Conflict; InvalidInput for a
-        bundle that cannot be used, or for a run that was submitted without one; DataError and Unreadable for a data set that cannot be used."""
+        faults paused the run are read again, from `bundle` if it is given. Raises NotFound, Conflict; InvalidInput if
+        `bundle` cannot be used, or if it is given but the run was submitted without a bundle; DataError and Unreadable
+        if a data set cannot be used."""
         changes = await self._resumption.changes(run_id, bundle)
         run = await self._resumption.read(run_id, bundle, changes)
         async with self._context.lock:
             row = self._ledger.run(run_id)
             if row["state"] not in ("paused", "failed"):
-                raise Conflict(f"run {run_id} is {row['state']}, neither paused nor failed")
+                raise Conflict(f"run {run_id} is {row['state']}; only a paused or failed run can be resumed")
             active = self._exchange.active
             has_workers = active is None or active.run_id == run_id
             goes_on = row["state"] == "paused" and has_workers and run_id not in self._delays.passed_over
@@ -137,8 +138,8 @@ class Commands:
         return member
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
-        """Drop groups of the fixed batch of a paused run, also if another run has the workers; end the session of the
-        run that has them. Raises NotFound, Conflict, InvalidInput."""
+        """Drop groups of the fixed batch of a paused run, even if another run has the workers now. If the paused run
+        has the workers, end its session. Raises NotFound, Conflict, InvalidInput."""
         spec, _ = await asyncio.to_thread(spec_of_run, run_id, self._ledger.run(run_id)["spec_yaml"])
         async with self._context.lock:
             row = self._ledger.run(run_id)
@@ -168,7 +169,8 @@ class Resumption:
         self._openings = Openings()
 
     async def changes(self, run_id: str, bundle: str) -> list[str]:
-        """Check a run's new bundle, and return the paths of the files that it changes. Raises NotFound, InvalidInput."""
+        """Check a run's new bundle, and return the paths of the files that it changes. Raises NotFound,
+        InvalidInput."""
         before = self._ledger.bundle(run_id)
         if not bundle or bundle == before:
             return []
@@ -179,10 +181,10 @@ class Resumption:
         return await asyncio.to_thread(self._bundles.changes, spec, before, bundle)
 
     async def read(self, run_id: str, bundle: str = "", changes: Sequence[str] = ()) -> ActiveRun | None:
-        """If dropped groups have paused the active run, or if `changes` of its new bundle contain data sets, open its
-        data sets again, and return the run with them; else None. An opening continues after a caller has cancelled,
-        and the next call gets its outcome. Raises DataError, Unreadable for a data set that cannot be used now: the
-        run stays paused."""
+        """Open the data sets of the active run again if dropped groups have paused the run, or if `changes`, the files
+        that its new bundle changes, contain data sets. Return the run with the data sets, or None if they stay as they
+        are. An opening continues after a caller has cancelled, and the next call gets its outcome. Raises DataError,
+        Unreadable for a data set that cannot be used now: the run stays paused."""
         run = self._exchange.active
         if run is None or run.run_id != run_id:
             return None
@@ -254,7 +256,8 @@ def changed_function_warnings(before: str, now: str) -> list[str]:
 
 
 def started_facts(run: ActiveRun, bundle: str) -> dict[str, str]:
-    """Return facts for the event of a run's start: the data's fingerprint, and without a bundle the functions' digests."""
+    """Return facts for the event of a run's start: the data's fingerprint, and without a bundle the functions'
+    digests."""
     fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
     functions = {} if bundle else {"functions": function_digests(run.spec)}
     return {"data": fingerprint} | functions

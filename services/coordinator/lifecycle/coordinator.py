@@ -1,7 +1,8 @@
-"""The coordinator: its parts, its periodic duties and its end.
+"""Builds the coordinator from its parts, runs its periodic duties, and ends it.
 
-Each piece of state has one owner: the ledger has runs and groups, `Pool` the members and their assignments, `Runs` what
-changes a run. Everything runs on one event loop; `RunContext.lock` serialises transactions with the exchange's.
+Each piece of state has one owner: the ledger has runs and groups, `Pool` has the members and their assignments, and
+`Runs` changes the states of runs. Everything runs on one event loop; `RunContext.lock` serialises transactions with
+the exchange's.
 """
 
 from __future__ import annotations

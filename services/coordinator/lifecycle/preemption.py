@@ -3,10 +3,10 @@ preempts the active one if it has a higher priority, or if only a person can res
 
 The preempted run first yields: no group is leased and no batch is fixed, so the learner trains the batch that it has
 and writes an ordered checkpoint. Then the run is queued again with its open groups, and later continues from that
-checkpoint. If none can be written, it continues from the one before, as after the death of a learner: nothing is lost.
-A run that a person must resume stays paused instead, until `resume` queues it; if its batch is withheld, the checkpoint
-is written at once. With `max_hours` the ledger counts the time for which a run trains. After that time the run ends at
-the newest step whose batch is fixed; the learner is notified when it requests the next step.
+checkpoint. If none can be written, the run continues from the previous checkpoint, as after a learner's death: nothing
+is lost. A run that a person must resume stays paused instead, until `resume` queues it; if its batch is withheld, the
+checkpoint is written at once. With `max_hours` the ledger counts the time for which a run trains. After that time the
+run ends at the newest step whose batch is fixed; the learner is notified when it requests the next step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Hours:
         """Run whose time is counted, and the monotonic time up to which it is counted."""
 
     async def check(self, now_s: float | None = None) -> None:
-        """Count the time since the last check, and end the run after its hours. Called at every tick."""
+        """Count the time since the last check, and end the run if its hours are over. Called at every tick."""
         now_s = time.monotonic() if now_s is None else now_s
         run = self._exchange.active
         if run is None or run.spec.max_hours is None or self._ledger.run(run.run_id)["state"] != "running":
@@ -91,7 +91,7 @@ class Hours:
 CHECKPOINT_WAIT_S = 600.0
 """Seconds for which the preempting run waits for the checkpoint: enough for a long step and a slow object store."""
 PAUSED_WAIT_S = 60.0
-"""The same for a run that is paused on a fault: its learner gets no batch, so it is between two steps."""
+"""The same for a run that is paused on a fault: its learner gets no batch, so no step can delay the checkpoint."""
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class Preemption:
         """Session and step of the newest checkpoint that was ordered."""
 
     async def check(self, now_s: float | None = None) -> None:
-        """Let the run yield to one of a higher priority, or to any if a person must resume it, and queue it after its
-        checkpoint. At every tick."""
+        """Let the active run yield to a queued run of a higher priority, or to any queued run if a person must resume
+        the active one; then queue the active run again after its checkpoint. Called at every tick."""
         now_s = time.monotonic() if now_s is None else now_s
         run = self._exchange.active
         if run is None:
@@ -135,7 +135,7 @@ class Preemption:
         return bool(first["priority"] > self._ledger.priority(run.run_id) and not ends_soon)
 
     async def _go_on(self, run: ActiveRun) -> None:
-        """Stop yielding, because no run waits that goes first, this run is about to end, or a person resumed it."""
+        """Stop yielding, because no waiting run goes first, this run is about to end, or a person resumed it."""
         if run.state.yields_to:
             log.info("run %s does not yield to run %s any more", run.run_id, run.state.yields_to)
             run.state.yield_to("")
@@ -156,7 +156,8 @@ class Preemption:
         return f"run {first['run_id']} of priority {first['priority']} goes first"
 
     def _is_ready(self, run: ActiveRun, now_s: float) -> bool:
-        """Return whether the workers can leave the run; order its checkpoint after the learner has trained its batch."""
+        """Return whether the workers can leave the run; order its checkpoint after the learner has trained its
+        batch."""
         row, learner = self._ledger.run(run.run_id), self._assignments.learner()
         if learner is None or not learner.connected or learner.ready_run != run.run_id:
             return True

@@ -1,7 +1,7 @@
 """Opens the data sets of a run when it is submitted, to check them, and again when it starts. Checks its bundle at
-submission, unpacks it if the coordinator reads data from it, and keeps it while a run has it. The newest event of a
-run's state with a bundle decides which bundle the run has. The paths in the spec of a run without one are those of
-this machine."""
+submission, unpacks it if the coordinator reads data from it, and keeps it while a run has it. Of the events about a
+run's state, the newest one that names a bundle decides which bundle the run has. The spec of a run without a bundle has
+paths of this machine."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | No
 
 MAX_OPENINGS = 16
 OPENING_S = 1800.0
-"""Longest time for which a caller waits until the data sets of a run are open; a store's large files are copied in it."""
+"""Longest wait of a caller until the data sets of a run are open; it includes the copying of a store's large files."""
 T = TypeVar("T")
 
 
 class StillOpening(Unreadable):
-    """The data sets of a run do not open in time; their thread continues."""
+    """The data sets of a run did not open in time; the thread that opens them continues."""
 
 
 def on_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work`, which may wait for a server that never answers. Its thread is none of the loop's pool, so other work
-    goes on, and does not delay the end of the process."""
+    """Run `work`, which may wait for a server that never answers. The thread is not from the event loop's pool, so it
+    delays neither other work nor the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
     done.add_done_callback(lambda future: future.exception())  # perhaps nobody fetches it
@@ -100,8 +100,8 @@ def on_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class Openings:
-    """Openings of data sets by name: those in progress, and those whose outcome nobody has fetched. An opening has its
-    place until its thread ends, so the number of threads is bounded."""
+    """Openings of data sets by name: those in progress, and those whose outcome nobody has fetched. An opening counts
+    until its thread ends, so the number of threads is bounded."""
 
     def __init__(self) -> None:
         self._threads: dict[Hashable, asyncio.Future[Any]] = {}
@@ -151,7 +151,8 @@ def messages_for_submitter(spec: RunSpec, local: RunSpec, root: Path | None) -> 
 
 
 class RunBundles:
-    """The bundles in one `BlobStore`. Methods with a digest block, so call them on threads; others use the ledger."""
+    """The bundles in one `BlobStore`. Call methods that take a digest on threads, because they block; the other methods
+    use the ledger."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, functions_from: Sequence[Path] = ()):
         self._ledger, self._blobs, self._functions_from = ledger, blobs, functions_from
@@ -187,7 +188,7 @@ class RunBundles:
 
     def changes(self, spec: RunSpec, before: str, bundle: str) -> list[str]:
         """Return the paths of the files in which two bundles of a run differ. Raises InvalidInput if examples differ,
-        because the learner must read the same ones again."""
+        because the learner must read the same examples again."""
         new = set(self._blobs.manifest(bundle).files)
         try:
             old = set(self._blobs.manifest(before).files)
@@ -197,8 +198,8 @@ class RunBundles:
         data = sorted(path for path, kind in changed.items() if kind == "data")
         if data and not spec.samples:
             raise InvalidInput(
-                f"{data[0]!r} has changed since the run was submitted; a run that trains on examples keeps its data: submit "
-                "a new run"
+                f"{data[0]!r} has changed since the run was submitted, but a run that trains on examples cannot change "
+                "its data; submit a new run"
             )
         return sorted(changed)
 

@@ -1,9 +1,9 @@
 """The queue of runs: a submitted spec is checked, its data sets are opened once, then the run is queued in the ledger.
 
-A model may be named as `run:ID`, the final export of that run, else its newest export by step; and as `run:ID/NAME`,
-the export of that name. A reward model may also be `run:ID/newest`: the folder of the exports, in which its process
-always finds the newest one. The stored spec has the folder or URL instead, so that all later readers use the same
-files.
+`run:ID` as the name of a model means the final export of that run, or its newest export by step if there is no final
+one. `run:ID/NAME` means the export of that name. A reward model may also be `run:ID/newest`: the folder of the exports,
+in which its process always finds the newest one. The stored spec has the folder or URL instead, so that all later
+readers use the same files.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RunQueue:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(spec_to_yaml, spec)
             notes.append(
-                f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g} and the data has "
+                f"{spec.max_num_steps} steps, because max_num_epochs is {spec.max_num_epochs:g} and the data has "
                 f"{data.num_rows} rows"
             )
         for section, key in OUTPUT_FIELDS:

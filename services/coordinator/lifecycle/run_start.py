@@ -1,7 +1,8 @@
-"""The start of a run: the active run after a restart, else the queued run that is due. A run that cannot be started now
-lets other runs go first and is retried with back-off; while another run is active, it is queued again when its data
-sets can be opened. After a restart, the run whose leases workers hold keeps its place, and a summary that a kill
-prevented is written if its rows can be read. A run fails here only by a fault of its data, before its first step."""
+"""Starts a run: after a restart the active run, else the queued run that is due. A run that cannot be started now lets
+other runs go first and is retried with back-off; while another run is active, it is queued again when its data sets can
+be opened. After a restart, a run keeps its place if workers hold its leases. If the coordinator was killed before it
+wrote a run's summary, the summary is written after the restart if the run's rows can be read. A run fails here only by
+a fault of its data, before its first step."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from paceline.spec.reading import spec_of_run, spec_to_yaml
 
 async def recover(context: RunContext) -> None:
     """Write missing summaries, and read from the ledger which run has the workers, which paused run is retried
-    automatically, and which ones let other runs go first. Workers must connect after the run has been opened."""
+    automatically, and which runs let other runs go first. Workers must connect after the run has been opened."""
     for row in context.ledger.runs():
         if row["state"] not in ("queued", *ACTIVE_STATES):
             _summarize(context, row["run_id"])
@@ -105,8 +106,8 @@ class RunStarter:
         """Number of failed attempts to start each run, so that runs that are retried take turns."""
 
     async def start_next(self) -> None:
-        """Start the run that is due, if none is active; else queue a run again that let others go first and can be opened
-        now. If its data sets take long to open, a later call starts it."""
+        """Start the run that is due, if no run is active; else queue a run again if it let other runs go first and can
+        be opened now. If the data sets of a run take long to open, a later call starts it."""
         self._openings.drop(lambda name: self._ledger.run(name[0])["state"] in ("queued", *ACTIVE_STATES))
         row = self._due()
         if row is None:
@@ -134,7 +135,7 @@ class RunStarter:
             await self._announce(run)
 
     def _due(self) -> sqlite3.Row | None:
-        """Return the run to start; while a run is active, one that let others go first and is retried now."""
+        """Return the run to start; while a run is active, a run that let other runs go first and is retried now."""
         is_active = self._exchange.active is not None
         row = None if is_active else self._ledger.due_run(self._delays.passed_over)
         if row is not None and not self._delays.waits_for:
@@ -217,8 +218,8 @@ class RunStarter:
 
     async def _postpone(self, row: sqlite3.Row, error: Exception) -> None:
         """Pause the run until a retry, unless a person has paused it, and let other runs go first; it keeps its open
-        groups. Fail it if only another spec would help. A run whose leases workers hold keeps its place if this
-        version can read its spec, or if it is the only run."""
+        groups. Fail it if only another spec would help. A run keeps its place if workers hold its leases, and if
+        this version can read its spec or there is no other run."""
         run_id = row["run_id"]
         if isinstance(error, DataError) and row["next_step"] == 0 and row["session"] == 0:
             await self._states.fail(run_id, str(error))

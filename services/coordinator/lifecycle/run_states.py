@@ -1,5 +1,5 @@
-"""State changes of a run that the coordinator decides: pause on a fault, continue, preempt, fail, end. A run that is
-paused on a fault is retried automatically if waiting may help; a pause by a person ends only by a person
+"""Changes the state of a run on the coordinator's decision: pause on a fault, continue, preempt, fail, end. A run that
+is paused on a fault is retried automatically if waiting may help; only a person ends a pause that a person began
 (`commands.py`). A failed run keeps its open groups, because `resume` queues it again."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RunStates:
 
     async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
         """Pause a run that cannot continue; nothing is lost. A person resumes it, unless it is `retried` automatically.
-        A pause by a person stays one. Does nothing if the run is already paused with the same message."""
+        Does nothing if a person has paused the run, or if the run is already paused with the same message."""
         async with self._context.lock:
             row = self._ledger.run(run_id)
             retrying = self._delays.retried == run_id
@@ -57,8 +57,8 @@ class RunStates:
         await self._context.watchers.notify("lease", "batch")
 
     async def preempt(self, run_id: str, message: str) -> None:
-        """Give the workers to another run, for the reason `message`, and queue the active run again; a run that a person
-        must resume stays paused. The open groups of the active run stay open."""
+        """Give the workers to another run, for the reason `message`, and queue the active run again; a run that a
+        person must resume stays paused. The open groups of the active run stay open."""
         async with self._context.lock:
             run, row = self._exchange.active, self._ledger.run(run_id)
             if run is None or run.run_id != run_id or row["state"] not in ACTIVE_STATES:

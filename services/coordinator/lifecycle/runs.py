@@ -1,4 +1,4 @@
-"""The runs of one ledger: what changes their states, and the events of the pool and of the exchange that concern them.
+"""Combines the modules that change the states of runs, and handles the pool's and the exchange's events about runs.
 The states of a run:
 
   queued    `run_queue.py`, after its spec and data sets were checked
@@ -117,8 +117,8 @@ class Runs:
             await self.states.end(run.run_id, "succeeded", explain(run, run.state.end_step))
 
     def _awaits_last_version(self, run: ActiveRun) -> bool:
-        """Return whether a worker of the roster still has an older version than the last one. Workers serve the last
-        version to callers after the run's end. The wait is bounded, because the run is trained and exported."""
+        """Return whether a worker of the roster still lacks the last version. Workers serve the last version to
+        callers after the run's end. The wait is bounded, because the run is trained and exported."""
         if time.monotonic() - self._finished_s >= LAST_VERSION_S:
             return False
         members = map(self.pool.members.get, self.pool.assignments.roster.member_ids)

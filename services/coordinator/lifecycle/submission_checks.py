@@ -152,7 +152,8 @@ def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
 
 
 def _gold_warnings(spec: RunSpec, field: str, source: PromptSource) -> list[str]:
-    """Return warnings about gold answers that get no score, in the run's first rows (of a stream: first block)."""
+    """Return warnings about gold answers in the run's first rows (of a stream: in its first block) that get no
+    score."""
     from paceline.reward.builtin.mathematics import MAX_CHECKED, gold_warnings
 
     number = min(len(source) or spec.data.streaming_block_rows, MAX_CHECKED)
@@ -186,8 +187,8 @@ def _required(path: Path, name: str) -> list[str]:
 
 
 def _check_template(spec: RunSpec, source: PromptSource) -> None:
-    """Raise DataError if the prompts need a chat template (messages, or data.apply_chat_template: always) and it is
-    missing, switched off by `never`, or cannot render their tools."""
+    """Raise DataError if the prompts need a chat template (messages, or `data.apply_chat_template: always`), but the
+    template is missing, is switched off by `never`, or cannot render their tools."""
     prompt = source.draw(0)[0]
     setting = spec.data.apply_chat_template
     if isinstance(prompt, str) and setting != "always":
@@ -264,8 +265,8 @@ def _check_models(spec: RunSpec) -> list[str]:
 
 
 def _config_at(name: str, field: str) -> Any:
-    """Return the config.json of a model at a URL; None if it cannot be read. Raises Unreadable for a URL without a model,
-    OSError for an object store that cannot be read."""
+    """Return the config.json of a model at a URL; None if it cannot be read. Raises Unreadable for a URL without a
+    model, OSError for an object store that cannot be read."""
     try:
         folder = Folder(name)
         is_there = bool(folder.files()) if field == "policy.tokenizer_name" else folder.exists("config.json")
@@ -334,7 +335,7 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
 
 
 def _tools_of(definition: Definition | None) -> list[str]:
-    """Return the methods of an environment's class that are tools; a class with `step` has none, and a base may have it."""
+    """Return the methods of an environment's class that are tools; a class that has or inherits `step` has none."""
     if not isinstance(definition, ast.ClassDef) or definition.bases:
         return []
     methods = [node.name for node in definition.body if isinstance(node, Function)]
@@ -355,7 +356,8 @@ def _check_tools(spec: RunSpec, source: PromptSource, tools: Sequence[str]) -> N
 
 
 def _check_names(names: Collection[str], field: str, source: PromptSource) -> None:
-    """Raise DataError unless the data set has the column that names a row's class, and its first row names one of them."""
+    """Raise DataError unless the data set has the column that names a row's class, and the first row has one of `names`
+    in it."""
     if "" in names:
         return
     listed = ", ".join(map(repr, names))

@@ -1,9 +1,9 @@
 """Reactions to workers that cannot work on the active run: wait, pause and retry, pause for a person, or fail.
 
 A run fails only by a fault of its spec, and only before its first step. A temporary fault of all workers of a role (a
-file, a hub, an absent mount) pauses the run with each message; the run continues automatically when one of them can
-work. Rollout and reward workers retry by themselves; a learner gets a new session after a back-off. `decide` is pure;
-`Faults` keeps the members' messages in `Member.fault`, and the coordinator calls it at every tick.
+file, a hub, an absent mount) pauses the run with each worker's message; the run continues automatically when one of
+these workers can work. Rollout and reward workers retry by themselves; a learner gets a new session after a back-off.
+`decide` is pure; `Faults` keeps the members' messages in `Member.fault`, and the coordinator calls it at every tick.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def decide(members: Sequence[Member], run_id: str, next_step: int) -> Decision:
 
 
 def explain(members: Sequence[Member]) -> str:
-    """Return the role and the faults' messages of its members, each text once."""
+    """Return a text with the members' role and the messages of their faults; equal messages are given once."""
     ids_by_text: dict[str, list[str]] = {}
     for member in members:
         if member.fault is not None:
@@ -151,7 +151,7 @@ class Faults:
         return [member for member in self._members.of_role(role) if member.introduction.rank == 0]
 
     def _connected(self, role: common_pb2.Role.ValueType) -> list[Member]:
-        """Return the workers of a role whose stream is connected, because the others work on nothing."""
+        """Return the workers of a role whose stream is connected; a worker without a stream works on nothing."""
         return [member for member in self._workers(role) if member.connected]
 
     def _works(self, role: common_pb2.Role.ValueType, run_id: str) -> bool:

@@ -1,6 +1,6 @@
 """Checks a worker's Hello: its certificate, its fields, and its right to the member id that it names. A member id names
-one worker for the worker's life. A worker that shows the secret of that member's Welcome is the same worker on a new
-stream; without the secret it waits until the member has been silent for the heartbeats' time-out."""
+one worker for the worker's life. A worker that shows the secret of a member's Welcome is that member on a new stream. A
+worker without the secret waits until the member has been silent for the heartbeats' time-out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROLES = frozenset(ROLE_NAMES)
 
 
 class OutdatedProtocol(Conflict):
-    """Coordinator or worker speaks an older protocol; the worker waits until it is updated."""
+    """The coordinator or the worker speaks an older protocol; the worker waits until the older side is updated."""
 
 
 class PlaceTaken(Conflict):
@@ -81,8 +81,8 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         )
     if hello.world_size > MAX_RANKS or hello.rank >= max(hello.world_size, 1):
         raise InvalidInput(
-            f"worker {hello.member_id} reports rank {hello.rank} of {hello.world_size}; ranks count from 0 and "
-            f"are {MAX_RANKS} at most"
+            f"worker {hello.member_id} reports rank {hello.rank} of {hello.world_size}; ranks count from 0, and "
+            f"a learner has {MAX_RANKS} ranks at most"
         )
 
 

@@ -1,6 +1,6 @@
 """Keeps the current members. Pure bookkeeping with a clock; the control plane feeds it.
 
-A member joins with Hello, stays by its reports, and leaves by a drain or by silence. After a broken stream alone the
+A member joins with Hello, stays by its reports, and leaves by a drain or by silence. If only its stream breaks, the
 worker may return within a time-out. Each request to the exchange carries the secret of its member's Welcome, which is
 valid until the next Welcome or the member's end. A request with an earlier secret is neither accepted nor refused for
 good, because the worker sends it again after its next Welcome. A request with any other secret is refused.
@@ -23,7 +23,7 @@ from paceline.services.common.worker.score_extras import FunctionSums, LoggedMet
 from paceline.v1 import common_pb2, worker_pb2
 
 MAX_WAITING = 256
-"""Largest number of queued directives of kinds that replace no earlier one."""
+"""Largest number of queued directives of kinds that do not replace an earlier one."""
 
 ACKS_AT_ONCE = 1000
 """Largest number of acknowledgements in one directive."""
@@ -131,7 +131,8 @@ class Introduction:
     learner_id: str = ""
     """Id, never shown, that the ranks of a learner with several ranks share."""
     shown_secret: bytes = field(default=b"", repr=False)
-    """Earlier secret in the worker's Hello. The next Hello may have it too, because this stream's Welcome may be lost."""
+    """Earlier secret in the worker's Hello. The next Hello may have it too, because this stream's Welcome may be
+    lost."""
     exchange_key: bytes = b""
     """Public key of the worker's connections to the exchange; empty if they are not encrypted."""
     caller: Caller | None = None
@@ -158,7 +159,7 @@ class Stream:
 
 @dataclass(slots=True)
 class HeldWeights:
-    """The weights of a worker, and its place among the receivers of the next ones."""
+    """The weights that a worker has or was offered, and its membership in the rosters."""
 
     version: Version | None = None
     ahead_session: int = 0

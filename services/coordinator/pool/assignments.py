@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 class Roster:
-    """The newest roster of the active run: the rollout workers that receive weights. They are ready, and not pinned by
-    an evaluation, suspected or expelled. Each change gets a new number, `epoch` in protos. `learner` returns the
+    """The newest roster of the active run: the rollout workers that receive weights. They are ready, and neither pinned
+    by an evaluation nor suspected nor expelled. Each change gets a new number, `epoch` in protos. `learner` returns the
     member to notify."""
 
     def __init__(self, members: Members, exchange: Exchange, learner: Callable[[], Member | None]):
@@ -224,7 +224,7 @@ class Assignments:
         return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
 
     async def assign_learner(self) -> None:
-        """Assign the active run to a learner in a new session, unless one has the run, even with a broken stream."""
+        """Assign the active run to a learner in a new session, unless a learner has it, even with a broken stream."""
         active = self._exchange.active
         if active is None or not self._waiting():
             return
@@ -258,8 +258,8 @@ class Assignments:
             return  # the learner checks the object store, because it has the credentials
         row = self._ledger.run(run.run_id)
         registered_paths = self._ledger.checkpoints.paths(run.run_id)
-        # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; after the restore of a
-        # backup it belongs to this one.
+        # A `checkpoint_dir` outside of the run's folder may belong to a run of the same name in another ledger; after
+        # the restore of a backup it belongs to this run.
         is_own = folder.local.is_relative_to(self._ledger.run_store(run.run_id))
         try:
             scan = await asyncio.to_thread(
@@ -297,8 +297,8 @@ class Assignments:
             return
         if self._num_later_sessions >= MAX_LATER_SESSIONS:
             log.warning(
-                "%s holds weights of session %d, which this ledger does not know; after %d such workers no other "
-                "worker is believed. Restart the worker if it receives no weights",
+                "%s holds weights of session %d, which this ledger does not know; this is ignored, because it has "
+                "happened %d times before. Restart the worker if it receives no weights",
                 member.member_id,
                 session,
                 MAX_LATER_SESSIONS,

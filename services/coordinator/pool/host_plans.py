@@ -1,14 +1,14 @@
-"""Plans from which host the relay of each host reads the newest version, and from which others if that one is dead.
+"""Plans for the relay of each host: the host from which it reads the newest version, and other hosts if that is dead.
 
 The coordinator keeps the newest version that the learner announced and the hosts of the roster in the order of the
-chain. A member gets a plan when it is new: for another version, for another roster that changes the hosts before its
-own, or for a new stream. Nothing else is sent, and nothing here grows with the bytes.
+chain. A member gets a plan only if the plan is new: for another version, for another roster that changes the hosts
+before the member's host, or for a new stream. Nothing else is sent, and nothing here grows with the bytes.
 
 A host sends every byte once, so N hosts take the time of one, plus one bucket's time for each hop (a chain of N hops
 and B buckets takes 1 + (N - 1) / B times as long; a broadcast from one host takes N times as long). A small version is
 bound by the hops' delays and not by bytes; it goes through a tree, whose inner hosts send several copies.
 
-Promise: no upstreams form a cycle, because a host reads only from hosts before it and from the learner's.
+Promise: upstreams never form a cycle, because a host reads only from hosts before it and from the learner's.
 """
 
 from __future__ import annotations

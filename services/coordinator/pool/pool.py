@@ -2,8 +2,8 @@
 
 A worker that joins is assigned to the active run (`assignments.py`). A member that is silent for half the time-out is
 suspected: it leaves the roster, and work that others wait for is leased again. After the whole time-out it is removed;
-after half of it if its stream broke, unless it has a session. After one and a half time-outs a learner's rank is lost,
-and the learner's other ranks are notified.
+if its stream broke and it has no session, it is removed after half of the time-out. After one and a half time-outs a
+learner's rank is lost, and the learner's other ranks are notified.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Pool:
             self.members.ignore_silence(pause_s, now_s)
             self._lost_ranks.ignore_silence(pause_s)
             if pause_s > LOGGED_PAUSE_S:
-                log.warning("the coordinator stood still for %.1f s, which do not count as silence of members", pause_s)
+                log.warning(
+                    "the coordinator stood still for %.1f s; this does not count as silence of members", pause_s
+                )
         for member in self.members.silent(now_s):
             with self._fault_of(member):
                 # A process that dies closes its stream; a process that is stopped or cut off does not.
@@ -363,7 +365,7 @@ class LostRanks:
             learner.heard_s = {member_id: heard_s + pause_s for member_id, heard_s in learner.heard_s.items()}
 
     def check(self, members: Iterable[Member], now_s: float) -> Iterator[tuple[str, list[Member]]]:
-        """Yield, once for each learner with lost ranks, a message about one of them and the members to notify."""
+        """Yield, once for each learner with lost ranks, a message about one lost rank and the members to notify."""
         present: dict[str, list[Member]] = {}
         for member in members:
             if member.introduction.learner_id in self._learners:

@@ -1,6 +1,6 @@
-"""Checks which member may make which report, and handles it. `Pool` receives reports, notes their times and passes them
-on. A report counts only if it comes from the right role and, for a learner, from the right session. Any other one
-comes from a confused or lying member: it is ignored, and the run continues."""
+"""Checks whether a member may make a report, and handles the report. `Pool` receives reports, notes their times and
+passes them on. A report counts only if it comes from the right role and, for a learner, from the right session. Any
+other report comes from a confused or lying member: it is ignored, and the run continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkerFaults(Protocol):
 
 
 class RunEvents(Protocol):
-    """Owner of the runs as the pool uses it: it handles the pool's events."""
+    """The owner of the runs, as the pool sees it: it handles the pool's events."""
 
     context: RunContext
 
@@ -196,7 +196,7 @@ class Reports:
                 self._ledger.update_run(run_id, **columns)
 
     async def _on_step_fault(self, run: ActiveRun, member: Member, report: worker_pb2.RunReport) -> None:
-        """End the session of a rank that could not train its step; its processes end on their own."""
+        """End the session of a rank that could not train its step; the learner's processes end on their own."""
         if member.role != common_pb2.ROLE_LEARNER:
             return
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
@@ -281,7 +281,8 @@ class Reports:
         return ""
 
     def _is_late(self, report: worker_pb2.ConnectRequest) -> bool:
-        """Return whether a report acknowledges a version of an ended run, as usually happens with a run's last version."""
+        """Return whether a report acknowledges a version of an ended run, as usually happens with a run's last
+        version."""
         if report.WhichOneof("report") != "weight_ack":
             return False
         try:
@@ -301,7 +302,7 @@ class Reports:
         if member.role != common_pb2.ROLE_ROLLOUT:
             return f"a {member.role_name} worker receives no weights"
         if member_id != member.member_id:
-            return f"the report is about member {member_id[:80]!r}"
+            return f"the report is about another member, {member_id[:80]!r}"
         if version not in member.weights.offered:
             return f"version {tuple(version)} was not offered to the worker"
         if not self._assignments.is_published(version):

@@ -1,6 +1,6 @@
 """Answers about runs, specs, token accounting, batches, checkpoints and groups, from the ledger's rows. The attempts
-contain groups that were dropped because all their completions were alike, so the pages show how hard a prompt is.
-Messages about runs parse no YAML. A run whose row cannot be read gets a message that says so, and does not hide the
+contain groups that were dropped because all their completions were alike, so that they show how hard a prompt is. Runs
+are listed without parsing YAML. A run whose row cannot be read gets a message that says so, and does not hide the
 other runs."""
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ REASONS = {
     "poison": "Workers crashed while they held the group, also when it was leased alone.",
     "damaged": "The group's stored arrays could not be read, and it could not be generated again.",
     "environment_failed": "Every sample of the group was given up after environment.max_failures failures.",
-    "wrong_weights": "The worker that sampled it was named by the spot check, and `logger.verify_drops` is set.",
+    "wrong_weights": "The worker that sampled the group was named by the spot check, and `logger.verify_drops` is set.",
     "by_request": "A person took the group out of its batch with `paceline drop`.",
     "run_ended": "The run ended before the group was trained.",
 }

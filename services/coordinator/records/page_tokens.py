@@ -1,5 +1,5 @@
 """Page tokens of RecordsService: the key of the last row of a page, as numbers. A token is a key and not an offset, so
-every page costs the same, and added rows move none."""
+every page costs the same, and new rows move no page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def write(*numbers: int) -> str:
 
 
 def read(token: str, length: int) -> tuple[int, ...] | None:
-    """Return the key of a token with `length` numbers; None for the first page. Raises InvalidInput for any other text."""
+    """Return the key of a token with `length` numbers; None for the first page. Raises InvalidInput for any other
+    text."""
     if not token:
         return None
     parts = token.split(".")

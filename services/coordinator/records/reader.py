@@ -1,4 +1,4 @@
-"""Answers RecordsService's calls from one read-only ledger: for the coordinator's servicer, and without a coordinator.
+"""Answers RecordsService's calls from one read-only ledger, in the coordinator's servicer or without a coordinator.
 Promise: no call writes, none runs longer than `limit_s`, and every answer is bounded. All calls of a reader have to
 come from one thread, which is not the coordinator's loop."""
 

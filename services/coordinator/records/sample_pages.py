@@ -1,4 +1,4 @@
-"""RecordsService.ListSamples: pages of groups with those of their completions that pass the filters. A call reads a
+"""Answers RecordsService.ListSamples: pages of groups, each with its completions that pass the filters. A call reads a
 bounded number of groups, in the order of an index, and decodes a bounded number of bytes, so a search for a rare
 text takes many short calls. The samples of a group with an environment have conversations, turns, and rows with
 their masks."""
@@ -31,7 +31,7 @@ GROUPS = 64
 """Largest number of groups that a call reads."""
 
 MAX_BYTES = 4 << 20
-"""Largest number of bytes that a call decodes, and of its answer. The group that exceeds either is the last one."""
+"""Largest number of bytes that a call decodes, and of its answer. A group that exceeds a limit is the last one."""
 
 MAX_EXTRA_BYTES = 16 << 20
 """Size, in bytes, of the largest extra.jsonl that a bounded call reads, because each page reads the whole file."""
@@ -218,8 +218,8 @@ def _group_content(
     extra: dict[str, list[Any]],
 ) -> dict[str, Any]:
     """Return what `paceline samples --json` prints of a group: prompt, columns, and for each completion its text,
-    tokens, versions, samplers, rewards by function (null if a function returned None), their sum with the weights of `step`,
-    and the columns that the functions logged (`extra`). Raises WireError."""
+    tokens, versions, samplers, rewards by function (null if a function returned None), their sum with the weights of
+    `step`, and the columns that the functions logged (`extra`). Raises WireError."""
     prompt_ids, completions = decode_result(arrays, texts)
     sampled = episodes(arrays, texts)
     if sampled is None:
@@ -380,8 +380,8 @@ def total_tokens(completion: dict[str, Any]) -> int:
 def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
     """Return the content of each sample of a group; None for a group without an environment. Raises WireError.
     `token_ids`, `logprobs`, `spans` and the `samplers` of spans are those that the model sampled, in all rows of the
-    sample, so that exports read an episode as a completion. `rows` has every token that the model read: `sampled` is the mask, 1 for sampled
-    tokens. `turns` are in the order of rows: row, start, end, reward (null for none)."""
+    sample, so that exports read an episode as a completion. `rows` has every token that the model read: `sampled` is
+    the mask, 1 for sampled tokens. `turns` are in the order of rows: row, start, end, reward (null for none)."""
     _, rows = decode_result(arrays, texts)
     owners = split_rows(CompletionArrays.of(arrays), rows)
     if owners is None:

@@ -1,7 +1,7 @@
 """The control plane's RecordsService: the records of runs, for people and their tools. Promise: reading never blocks
-the exchange. One thread with a read-only connection answers one request after the other; each does a bounded amount
-of work, a bounded number waits, and a comparison of all records runs in a separate process. Only the current members
-are read on the event loop."""
+the exchange. One thread with a read-only connection answers one request after the other. A request does a bounded
+amount of work, and a bounded number of requests waits; a comparison of all records runs in a separate process. Only the
+current members are read on the event loop."""
 
 from __future__ import annotations
 

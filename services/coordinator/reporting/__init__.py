@@ -1,1 +1,1 @@
-"""Reporting on a run: events, metrics, files, and the reason of a stall."""
+"""Reports on a run: writes its events, metrics and files, and explains stalls."""

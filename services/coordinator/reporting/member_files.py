@@ -1,10 +1,11 @@
-"""Files beside the ledger with reports of members that the ledger does not keep: readings of their gauges every five
-seconds, with the shares of time in which they worked, waited, updated weights or were away; and the learner's
-statistics of single tokens, a protobuf message for each step. A line of readings is a JSON object: `time` in seconds
-since 1970 and `members` by id, each with its pool and its gauges. Nothing is written while there is no member.
+"""Writes the members' reports that the ledger does not keep to files beside it. One kind of files has readings of the
+members' gauges every five seconds, with the shares of time in which a member worked, waited, updated weights or was
+away. The other kind has the learner's statistics of single tokens, a protobuf message for each step. A line of readings
+is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its gauges. Nothing is
+written while there is no member.
 
-Promise: the files of either kind (of tokens: of a run) take 32 MB at most, the oldest are removed first, and a slow or
-full disk delays nothing: a thread writes, and anything that arrives while it still writes is left out.
+Promise: the files of each kind (for tokens: of each run) take 32 MB at most, the oldest are removed first, and a slow
+or full disk delays nothing: a thread writes, and anything that arrives while it still writes is left out.
 """
 
 from __future__ import annotations
@@ -146,5 +147,5 @@ def fault_of(report: worker_pb2.TokenStatistics, max_bytes: int = MAX_REPORT_BYT
     if len(report.completions) > MAX_COMPLETIONS or report.ByteSize() > max_bytes:
         return f"the report has {len(report.completions)} completions and {report.ByteSize()} bytes, more than allowed"
     if any(len(each.logprobs) != len(each.entropies) for each in report.completions):
-        return "a completion has more log-probabilities than entropies, or fewer"
+        return "a completion has different numbers of log-probabilities and of entropies"
     return ""

@@ -28,7 +28,7 @@ class MetricsFiles:
     """The metrics files of one run, in its directory. Methods raise OSError."""
 
     def __init__(self, directory: Path, *, tensorboard: bool, next_step: int, is_ahead: IsAhead):
-        """`next_step` comes from the ledger; `is_ahead` returns whether the ledger does not know a line."""
+        """`next_step` comes from the ledger; `is_ahead` returns True for a line that the ledger does not know."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         path = directory / METRICS_NAME
@@ -115,7 +115,7 @@ def write_summary(directory: Path, summary: dict[str, Any]) -> None:
 BLOCK_BYTES = 1 << 20
 
 IsAhead = Callable[[str, int], bool]
-"""Function that returns whether the ledger does not know the line of a kind and step."""
+"""Function that returns True if the ledger does not know the line of a kind and step."""
 
 
 def set_aside(path: Path, is_ahead: IsAhead, block_bytes: int = BLOCK_BYTES) -> int:

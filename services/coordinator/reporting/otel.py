@@ -9,7 +9,8 @@ with one value for each version (that of the slowest member); epoch, version and
 value.
 
 `StepMeters`: gauges `paceline.train.<metric>` and `paceline.eval.<metric>`, the numbers of metrics.jsonl of the newest
-step, which `paceline.train.step` and `paceline.eval.step` name. The last two carry the attribute `paceline.run`.
+step, which `paceline.train.step` and `paceline.eval.step` name. The gauges of `StepMeters` and the metrics of
+`WeightMeters` have the attribute `paceline.run`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ Snapshot = dict[str, list[Observation]]
 
 
 class StateMeters:
-    """Gauges of the coordinator's state, from `meter`, else the process's provider, which does nothing if not set up."""
+    """Gauges of the coordinator's state. They are made by `meter` or, if it is None, by the process's provider, which
+    does nothing if it is not set up."""
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
 
 
 class WeightMeters:
-    """Instruments for published versions, from `meter`, else the process's provider, which does nothing if not set up."""
+    """Instruments for published versions, made as those of `StateMeters`."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         meter = meter or metrics.get_meter("paceline")
@@ -204,7 +206,7 @@ MAX_NAME = 200
 
 
 class StepMeters:
-    """Gauges of the newest step, from `meter`, else the process's provider, which does nothing if not set up."""
+    """Gauges of the newest step, made as those of `StateMeters`."""
 
     def __init__(self, meter: Meter | None = None, max_gauges: int = MAX_GAUGES) -> None:
         self._meter, self._max_gauges = meter or metrics.get_meter("paceline"), max_gauges

@@ -96,7 +96,7 @@ reduction sums tokens, this bound is multiplied by the mean number of trained to
 
 
 def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
-    """Return why no token of a step had an advantage, and a remedy; empty if any had one or none is used."""
+    """Return why no token of a step had an advantage, and a remedy; empty if a token had one, or none is used."""
     if metrics.get("zero_advantage_fraction") != 1.0:
         return ""
     if spec.grpo.overlong_filtering and metrics.get("truncated_fraction") == 1.0:

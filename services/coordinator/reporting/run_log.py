@@ -98,15 +98,15 @@ class RunLog:
             self._summarize(directory, self.summary(run_id))
 
     def resume(self, run_id: str) -> None:
-        """Begin the pace of a run that continues anew, and remove its summary. If that fails, it is overwritten at the
-        end."""
+        """Measure the pace anew, because a run continues, and remove its summary. If the removal fails, the summary is
+        overwritten at the end of the run."""
         if run_id == self._run_id:
             self._pace = SamplingPace(self._exchange.workers.throughput)
         with contextlib.suppress(OSError):
             (self._ledger.run_directory(run_id) / SUMMARY_NAME).unlink(missing_ok=True)
 
     def summarize_if_missing(self, run_id: str) -> None:
-        """Write an ended run's summary if a kill or an unwritable folder left none, or only that of the paused run."""
+        """Write an ended run's summary if a kill or an unwritable folder left none, or only the pause's summary."""
         directory = self._ledger.run_directory(run_id)
         if os.path.isdir(directory) and _summarized_state(directory) in (None, "paused"):
             self._summarize(directory, self.summary(run_id))

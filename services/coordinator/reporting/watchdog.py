@@ -1,7 +1,7 @@
 """The watchdog of a training run: it explains stalls, and closes admission before the disk is full. The coordinator
-calls it at every tick and records its warnings. It changes the exchange only by `Exchange.close_admission`. Reasons of a stall are
-checked in the order of the stages of a group; the first one that applies explains the stall, because it blocks all
-later stages."""
+calls it at every tick and records its warnings. It changes the exchange only by `Exchange.close_admission`. Reasons of
+a stall are checked in the order of the stages of a group; the first one that applies explains the stall, because it
+blocks all later stages."""
 
 from __future__ import annotations
 
@@ -219,12 +219,12 @@ def _why(facts: Facts) -> tuple[str, str]:
     scored = groups.get(State.SCORED, 0)
     if facts.admission_closed:
         return (
-            f"admission is closed, {facts.admission_closed}",
+            f"admission is closed, because {facts.admission_closed}",
             "Free some disk space; admission then opens automatically",
         )
     if facts.unreadable_data:
         return (
-            f"no prompt is admitted, {facts.unreadable_data}",
+            f"no prompt is admitted, because {facts.unreadable_data}",
             "Admission continues automatically when the data can be read",
         )
     if scored >= facts.batch:

@@ -1,1 +1,1 @@
-"""The number of workers that a pool needs to keep the learner busy: a pure policy, and advice in words."""
+"""Decides how many workers a pool needs to keep the learner busy, and explains the decisions."""

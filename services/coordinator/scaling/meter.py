@@ -55,8 +55,9 @@ class Period:
 
 
 def measure(period: Period, pool: PoolConfig, share: float) -> Measurement:
-    """Return a period's measurement of one pool. In a run with an environment rollout workers sample the turns of
-    groups that others submit; each is credited with a part of these groups in proportion to its occupied room."""
+    """Return a period's measurement of one pool. In a run with an environment, rollout workers sample the turns
+    of groups that environment workers submit. A rollout worker is credited with a part of these groups, in proportion
+    to its occupied room."""
     workers = period.of_pool(pool)
     ready_s = sum(worker.ready_s for worker in workers.values())
     occupied_s = sum(worker.occupied_s for worker in workers.values())
@@ -102,7 +103,7 @@ class StepTimes:
         """Seconds of the learner's waits, and of its steps including the waits; older ones have less weight."""
 
     def add(self, run: ActiveRun, session: int, dropped: int, wait_s: float, now_s: float) -> None:
-        """Count a step that was trained at `now_s`; the run has dropped so many groups by then."""
+        """Count a step that was trained at `now_s`; by then the run has dropped `dropped` groups."""
         before, self._last = self._last, (run.run_id, session, now_s)
         dropped_before, self._dropped = self._dropped, (run.run_id, dropped)
         train_s = self.reported_s
@@ -124,7 +125,7 @@ class StepTimes:
         self.number, self.seconds, self.groups = 0, 0.0, 0.0
 
     def wait_fraction(self, waiting_s: float) -> float:
-        """Return the share of waits, with the current one of `waiting_s` seconds."""
+        """Return the share of the time in which the learner waited, with its current wait of `waiting_s` seconds."""
         passed_s = self._passed_s + waiting_s
         return min(1.0, (self._waited_s + waiting_s) / passed_s) if passed_s else 0.0
 
@@ -202,7 +203,7 @@ class Meter:
         return period
 
     def running(self) -> ActiveRun | None:
-        """Return the run that trains on groups now; None for a paused run, or one on a data set's examples."""
+        """Return the run that trains on groups now; None if it is paused, or trains on a data set's examples."""
         run = self._exchange.active
         if run is None or run.prompts is None or self._ledger.run(run.run_id)["state"] != "running":
             return None

@@ -9,11 +9,12 @@ has a share of the demand (`scaler.py`).
     rate     groups/s of one worker whose room is full: groups completed / (seconds x workers x occupied share of their room)
     need     share of the pool x demand x (1 + HEADROOM) / rate
 
-A pool grows as soon as the need exceeds it, by the factor MAX_GROWTH at most. It shrinks when the need has been below
-SHRINK_BELOW of it for `hold_s`, which is at least twice the cold start. Without a run it goes to its least size after
-`idle_s`.
+A pool grows as soon as the need exceeds its size, by the factor MAX_GROWTH at most. It shrinks when the need has been
+below SHRINK_BELOW of its size for `hold_s`, which is at least twice the cold start. Without a run it goes to its least
+size after `idle_s`.
 
-Promise: under a constant load the size becomes constant; after a change it moves in one direction until then.
+Promise: under a constant load the size becomes constant. After a change of the load, the size moves in one direction
+until it is constant.
 """
 
 from __future__ import annotations
@@ -251,8 +252,8 @@ def read_pool(text: str) -> PoolConfig:
         raise InvalidInput(f"role is {role[:MAX_TEXT]!r}, but must be one of {', '.join(ROLES)}")
     if len(members) > MAX_TEXT or not members.isprintable():
         raise InvalidInput(
-            f"members is {members[:MAX_TEXT]!r}, but must be the first characters of member names, at most "
-            f"{MAX_TEXT} and all printable"
+            f"members is {members[:MAX_TEXT]!r}, but must be the first characters of member names: at most "
+            f"{MAX_TEXT} characters, all printable"
         )
     name = settings.get("name", role)
     if NAME.fullmatch(name) is None or (name != role and (name in ROLES or not members)):

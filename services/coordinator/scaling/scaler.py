@@ -1,17 +1,18 @@
-"""The sizes of the pools of one coordinator: measures, decides once in a period, and explains the decisions.
+"""Decides the sizes of one coordinator's pools: measures, decides once in a period, and explains the decisions.
 
 Every role has a pool of all its workers, so that `paceline status` can name the bottleneck even if nothing scales.
 `--pool` gives bounds, and divides a role into several pools that share its demand (`shares`). One owner: the
 coordinator's loop calls `check`, and everything else reads.
 
 Promise: no pool shrinks because the coordinator lacks information. After a restart `desired` raises Unavailable until
-the workers had time to reconnect, and a pool that nobody has scaled yet keeps its present size. A request for a size
-changes nothing else.
+the workers had time to reconnect, and a pool that nobody has scaled yet keeps its present size. A request for a
+pool's size changes no size.
 
 Rollout workers on several kinds of GPUs are several pools of one role. The role's demand is divided with the cheapest
-work first: the cost of a group is that of a worker for an hour, divided by the groups that the worker completes in it. The pool with the
-cheapest groups serves the demand up to its largest size, the next one serves the rest. A pool with workers keeps its
-rank unless another one is cheaper by MARGIN, so that measured rates cannot make two pools swap.
+work first: the cost of a group is the cost of a worker for an hour, divided by the groups that the worker completes in
+an hour. The pool with the cheapest groups serves the demand up to its largest size, the next pool serves the rest. A
+pool with workers keeps its position in this order unless another pool is cheaper by MARGIN, so that measured rates
+cannot make two pools swap.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Scaler:
         pools = self._shown()
         if now_s < self._reconnected_s:
             return Report(
-                f"the coordinator has just started; it measures in {self._reconnected_s - now_s:.0f} s", 0.0, pools
+                f"the coordinator has just started; measuring begins in {self._reconnected_s - now_s:.0f} s", 0.0, pools
             )
         if self.meter.running() is None:
             return Report(NO_RUN, 0.0, pools)

@@ -1,8 +1,8 @@
-"""Node 0's decisions: the nodes that take part in the next session, and the end of a session. A node is present from
-its first heartbeat until it leaves or is silent. It joins again for each session, and as a new life if its process
-was started again. Of two lives of one position on one host, the one that was started last counts. On two hosts the
-second one counts if the first has no more heartbeats; otherwise it is refused, because two hosts were given one
-position."""
+"""Makes node 0's decisions: which nodes take part in the next session, and when a session ends. A node is present from
+its first heartbeat until it leaves or is silent. It joins again for each session, and as a new life if its process was
+started again. Of two lives of one position on one host, the one that was started last counts. Of two lives on two
+hosts, the second counts if the first has no more heartbeats; otherwise the second is refused, because two hosts were
+given one position."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A session ends on all nodes if any rank or node is lost; the next one begins, from the coordinator's checkpoint, as soon
 as there are enough nodes. The nodes meet in a rendezvous store that node 0 hosts: a node joins under a new number,
 writes its position and its number of ranks, and gets its part in the next session from node 0 (`assembly.py`). During
-the session it writes a heartbeat each second and reads whether the session is over; a node that loses the store ends
-its part.
+the session a node writes a heartbeat each second and reads whether the session is over; a node that loses the store
+ends its part.
 """
 
 from __future__ import annotations

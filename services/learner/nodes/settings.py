@@ -1,9 +1,11 @@
-"""The number of a learner's nodes, this host's position among them, and their rendezvous, from options or environment.
+"""Reads the number of a learner's nodes, this host's position among them, and their rendezvous, from options and
+environment.
 
 A node is a host of a learner. The variables of these launchers are read, in this order: torchrun's (`PET_…`, which
-Kubeflow's trainer sets too), LeaderWorkerSet's (`LWS_…`), Slurm's (`SLURM_…`), and the index of an indexed Job or
-JobSet (`JOB_COMPLETION_INDEX`), whose first pod is `MASTER_ADDR`, else derived from this pod's name; at last
-`MASTER_ADDR` with `NODE_RANK`. The latter two do not give the number of nodes. Options come first.
+Kubeflow's trainer sets too), LeaderWorkerSet's (`LWS_…`), Slurm's (`SLURM_…`), the index of an indexed Job or JobSet
+(`JOB_COMPLETION_INDEX`), and `MASTER_ADDR` with `NODE_RANK`. The last two do not give the number of nodes. The first
+pod of an indexed Job is `MASTER_ADDR`; without that variable, the name of the first pod is derived from this pod's
+name. Options take precedence over variables.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def node_settings(
     rank = str(node_rank) if node_rank is not None else variables.node_rank
     if not rank:
         raise InvalidInput(
-            f"--node-rank is missing: the position of this host among the {most} nodes, from 0 to {most - 1}"
+            f"--node-rank is missing: give the position of this host among the {most} nodes, from 0 to {most - 1}"
         )
     if not rank.isdecimal() or int(rank) >= most:
         raise InvalidInput(f"--node-rank {rank} is none of the {most} nodes: nodes count from 0 to {most - 1}")
@@ -74,7 +76,7 @@ def node_settings(
             "srun has started several tasks on this host: start one task for each host, with --ntasks-per-node=1, and give --ranks"
         )
     if not rendezvous and not variables.host:
-        raise InvalidInput("--rendezvous is missing: HOST:PORT of node 0, the same on every node")
+        raise InvalidInput("--rendezvous is missing: give HOST:PORT of node 0, the same on every node")
     address = rendezvous or f"{variables.host}:{variables.port or PORT}"
     return NodeSettings(
         least, most, int(rank), checked_address(address, "--rendezvous" if rendezvous else variables.source)

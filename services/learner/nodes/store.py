@@ -1,7 +1,7 @@
 """The key-value store of the nodes' rendezvous: c10d's, with JSON values of bounded length. torch's own dynamic
-rendezvous pickles its state into such a store, which everybody who reaches the port can change. A client waits
-without limit for a silent host, so each operation runs on a thread that is abandoned after a deadline, and the store
-with it."""
+rendezvous pickles its state into such a store; that is unsafe, because everybody who reaches the port can change the
+store. A client waits without limit for a silent host, so each operation runs on a thread. After a deadline the thread
+and the store are abandoned."""
 
 from __future__ import annotations
 

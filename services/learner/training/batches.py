@@ -1,6 +1,6 @@
 """One rank's client of the exchange: it fetches the rank's part of each batch, and sends the receipts. No request is
-given up while the coordinator is unreachable. Only a rank that is stopping waits no longer than its grace for a
-receipt, and not at all for a batch. `StepAgreement` keeps the ranks at one point of their collectives."""
+given up while the coordinator is unreachable. A rank that is stopping is the exception: it waits for a receipt no
+longer than its grace, and for a batch not at all. `StepAgreement` keeps the ranks at one point of their collectives."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class RankBatch(NamedTuple):
 
     @classmethod
     def decode(cls, reply: pb.BatchReply, payloads: Sequence[bytes]) -> RankBatch:
-        """Return the batch of a reply. Raises WireError, also if a group's digest differs: the receipt vouches for it."""
+        """Return the batch of a reply. Raises WireError, also if a group's digest differs, because the receipt vouches
+        for it."""
         groups = []
         for index, sent in enumerate(reply.groups):
             reference = payloads[sent.reference_frame - 1] if sent.reference_frame else None
@@ -83,7 +84,8 @@ class BatchClient:
         self.receipted = 0
         """The last step whose receipt of this rank the coordinator has acknowledged, plus 1; 0 before the first receipt."""
         self.audit_head = pb.AuditHead()
-        """Newest record of the coordinator's audit log at this rank's newest receipt; empty before the first one."""
+        """Newest record of the coordinator's audit log at the time of this rank's newest receipt; empty before the
+        first receipt."""
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:

@@ -1,13 +1,13 @@
-"""The checkpoints of one session: begun after a step, written during the next ones, then reported to the coordinator.
+"""The checkpoints of one session: begun after a step, written during the next steps, then reported to the coordinator.
 
 A checkpoint that cannot be written causes a warning, and the run continues without it; only the last one is retried.
 All ranks call `load`, `begin`, `finish` and `save_last` at the same point. A separate thread deletes old checkpoints.
 Reading the checkpoint that the session begins from is retried (a mount may be late). After the last attempt, and at
 once if the checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
 
-Checkpoints for an object store are written to this machine's spool and uploaded from there, while training continues
-even if the store does not answer (`learner/checkpoints/upload_queue.py`), and reported once they are whole in the
-store. All ranks queue and drop them alike, and each has a part of the spool's quota.
+Checkpoints for an object store are written to this machine's spool and uploaded from there; training continues even if
+the store does not answer (`learner/checkpoints/upload_queue.py`). They are reported once they are whole in the store.
+All ranks queue and drop the same checkpoints, and each rank has a part of the spool's quota.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class SessionCheckpoints:
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
-        """Check the folder on all ranks before loading. Raises the same error on all: CheckpointFault if a checkpoint
-        of this or a later session exists; NotShared if a rank does not see the files of rank 0."""
+        """Check the folder on all ranks before loading. Raises the same error on all ranks: CheckpointFault if a
+        checkpoint of this or a later session exists; NotShared if a rank does not see the files of rank 0."""
         if self._uploads is not None:
             self._uploads.device = device
         taken = broadcast_bytes(self._taken().encode()).decode()
@@ -209,7 +209,7 @@ class SessionCheckpoints:
 
     def finish(self) -> str:
         """Wait for the checkpoint in progress, if there is one, and report it. If it could not be written, return the
-        reason on each rank that knows the reason, and an empty text on the others; the run continues."""
+        reason on each rank that knows the reason, and an empty text on the other ranks; the run continues."""
         if not self._writer.in_progress:
             return ""
         self.saving, failure, saved = True, "", None
@@ -260,7 +260,7 @@ class SessionCheckpoints:
 
     def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
         """Finish the last checkpoint, with retries, because the disk may be full. Raises Unavailable after the last
-        try."""
+        attempt."""
         for pause_s in LAST_SAVE_PAUSES_S:
             if not any_over_ranks([bool(self.finish())], trainer.device)[0]:
                 return
@@ -271,7 +271,8 @@ class SessionCheckpoints:
         raise Unavailable(f"the checkpoint of step {step}, the last one, could not be written; see the log")
 
     def keep_only(self, paths: list[str]) -> None:
-        """Delete, while training continues, all older checkpoints but `paths`, because the ledger no longer has them."""
+        """Delete, while training continues, all older checkpoints except `paths`: the ledger no longer has those older
+        ones."""
         with contextlib.suppress(RuntimeError):  # the run ends at this very moment
             self._deleting.submit(self._delete_all_but, paths)
 
@@ -323,7 +324,7 @@ class CheckpointUploads:
 
     def add(self, name: str, saved: Checkpoint | None, failure: str) -> None:
         """Queue this rank's part of the checkpoint that was written last, unless there was a `failure`. All ranks drop
-        the same checkpoints if any of them exceeds its part of the quota; the newest stays."""
+        the same checkpoints if any rank exceeds its part of the quota; the newest checkpoint stays."""
         queue = self._queue
         if not failure:
             queue.add(Folder(queue.spool) / name, saved)

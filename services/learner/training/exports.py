@@ -1,5 +1,5 @@
 """Exports of one run: the final one, and those that are ordered while it trains. All ranks make each call together:
-rank 0 writes the folder from the pieces of tensors that it gathers from all."""
+rank 0 writes the folder from the pieces of tensors that it gathers from all ranks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class RunExports:
                     remove_left_overs(folder.local)
 
     def write_final(self, model: nn.Module, origin: Origin) -> Folder:
-        """Export the trained model, with `origin` in its manifest. Raises rank 0's error there, elsewhere
-        FailedElsewhere."""
+        """Export the trained model, with `origin` in its manifest. Raises rank 0's error on rank 0, and FailedElsewhere
+        on the other ranks."""
         path = self._directory / EXPORT
         failure = self._export_model(path, model, origin)
 
@@ -85,7 +85,7 @@ class RunExports:
         return Unavailable(f"{path} could not be written: {type(failure).__name__}: {failure}")
 
     def _export_model(self, path: Folder, model: nn.Module, origin: Origin) -> Exception | None:
-        """Replace the folder at `path`, if this run exported it; return rank 0's error if that failed."""
+        """Replace the folder at `path`, if this run exported it; return rank 0's error if the replacement failed."""
         return export_live(
             path,
             model,

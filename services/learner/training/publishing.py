@@ -77,8 +77,9 @@ class Publishing:
             self._channel.write_snapshot()
 
     def publish(self, step: int, *, last: bool) -> None:
-        """Copy the model as version `step`; the copy is sent while the next step trains. Steps below the highest that
-        an engine has acknowledged from an earlier session are not published again, except the run's last step."""
+        """Copy the model as version `step`; the copy is sent while the next step trains. A step below the highest step
+        that an engine has acknowledged from an earlier session is not published again, unless it is the run's last
+        step."""
         if self._channel is None or (step < self._assignment.publish_from_step and not last):
             return
         self._channel.publish(Version(self._assignment.session, step), self._model)

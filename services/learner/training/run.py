@@ -176,7 +176,7 @@ class LearnerRun:
 
     def _set_up(self) -> None:
         """Read everything that the spec names. A collective call: all ranks agree first, because a rank that cannot
-        read would leave the others in their next collective. Later errors are raised on every rank."""
+        read would leave the other ranks waiting in their next collective. Later errors are raised on every rank."""
         spec = self.spec
         set_collective_timeout(LOADING_TIMEOUT_S)
         succeed_on_all_ranks(self._check_surroundings, self._rank.place.device)
@@ -276,7 +276,7 @@ class LearnerRun:
             self._checkpoints.until_stored(_after(self._rank.grace_s / 2))
 
     def _is_one_batch(self, batch: RankBatch) -> bool:
-        """Return whether all ranks have parts of one batch, which may have been fixed anew meanwhile."""
+        """Return whether all ranks have parts of one batch; the batch may have been fixed again meanwhile."""
         if self._rank.place.world_size == 1:
             return True
         first = broadcast_bytes(batch.reply.chain.encode()).decode()

@@ -1,6 +1,7 @@
-"""Reports of the ranks on their work on one run, and their parts: the numbers of single tokens, the exception that
-ended a rank in a step, a step's pace, and metrics of the completions of a whole batch. These are taken from the
-groups, not from the training samples, because `grpo.overlong_filtering` removes the tokens of truncated completions."""
+"""Sends the reports of the ranks on their work on one run, and makes their parts: the numbers of single tokens, the
+exception that ended a rank in a step, a step's pace, and metrics of the completions of a whole batch. The metrics of
+completions are taken from the groups, not from the training samples, because `grpo.overlong_filtering` removes the
+tokens of truncated completions."""
 
 from __future__ import annotations
 

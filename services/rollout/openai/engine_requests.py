@@ -1,6 +1,6 @@
 """Converts a request of the API to the engine's input: token ids, parameters, and a sampler for each choice. A call
 that `tool_choice` demands is begun in the prompt, in the words of the chat template, so the model can only continue
-within the call. These tokens are context, like the rest of the prompt."""
+within the call. The tokens of this beginning are context, like the rest of the prompt."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def _prompts(served: Served, ask: EngineAsk) -> tuple[Sequence[IntArray], Callab
 
 def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
     """Return the [P] tokens of a `/v1/completions` prompt (text or ids), without a chat template. Raises InvalidInput
-    for ids or a text that no sequence could hold, and like `encode_prompt`."""
+    if no sequence could hold the ids or the text, and the errors of `encode_prompt`."""
     limit = served.spec.policy.max_total_sequence_length
     if isinstance(prompt, list):
         if len(prompt) > limit or max(prompt) > MAX_ID:
             raise InvalidInput(
-                f"a prompt of {len(prompt)} token ids up to {max(prompt)}: at most {limit} ids up to {MAX_ID} "
+                f"the prompt has {len(prompt)} token ids up to {max(prompt)}, but at most {limit} ids up to {MAX_ID} "
                 "are possible"
             )
         return np.array(prompt, np.int32)
@@ -85,8 +85,8 @@ def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
 
 
 def prepare(served: Served, ask: ChatAsk) -> tuple[IntArray, Callable[[], AnswerReader]]:
-    """Return a prepared chat, with the run's template arguments and its call format. Raises InvalidInput for a text
-    that no sequence could hold, and like `prepare_chat`."""
+    """Return a prepared chat, with the run's template arguments and its call format. Raises InvalidInput if no sequence
+    could hold the text, and the errors of `prepare_chat`."""
     spec = served.spec
     try:
         check_size(served, len(json.dumps([ask.rendered(), ask.tools])))
@@ -101,7 +101,7 @@ def check_size(served: Served, size: int) -> None:
     limit = served.spec.policy.max_total_sequence_length
     if size > MAX_CHARS_PER_TOKEN * limit:
         raise InvalidInput(
-            f"a prompt of {size} characters exceeds {limit} tokens, the most of prompt and completion together; "
+            f"a prompt of {size} characters exceeds {limit} tokens, the limit of prompt and completion together; "
             "shorten it"
         )
 

@@ -1,5 +1,5 @@
 """Generates one choice of an answer: from a request to text, token by token for a stream. A choice of `<run>@<version>`
-has tokens of that version alone: a request that outlives its version ends with VersionGone, and none of its tokens
+has only tokens of that version: a request that outlives its version ends with VersionGone, and none of its tokens
 count."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The HTTP endpoint: routes, errors in the API's shape, streams, and cancellation when a client disconnects.
+"""Serves the HTTP endpoint: its routes, errors in the API's shape, and streams; cancels requests whose clients
+disconnect.
 
 Order of waiting: a request waits in the gate for capacity, then for the engine. A client that disconnects cancels its
 request, and with it the sequences in the engine. Training comes first: leases enter the engine as they come, external

@@ -215,7 +215,7 @@ def test_metadata_cannot_lead_out_of_the_checkpoint(copied: Checkpoint, policy: 
     data = (copied.path / ".metadata").read_bytes()
     (copied.path / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"../../passwd"))
     believed = copied._replace(manifest_sha256=vouched_for(copied.path))
-    with pytest.raises(Conflict, match=r"the pickle refers to '\.\./\.\./passwd', which is no file of this"):
+    with pytest.raises(Conflict, match=r"the pickle refers to '\.\./\.\./passwd', which is not a file of this"):
         load(believed, Trainer(make_spec(policy), CPU))
 
 

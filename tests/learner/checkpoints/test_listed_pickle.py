@@ -65,5 +65,5 @@ def test_plans_and_errors_pass() -> None:
 def test_a_listed_enum_may_be_named_by_its_attribute_and_nothing_else() -> None:
     assert exchanged(Attribute(LoadItemType, "TENSOR")) is LoadItemType.TENSOR
     for thing, name in ((LoadItemType, "__class__"), (LoadPlan, "__init__"), ("text", "format")):
-        with pytest.raises(Conflict, match="attribute that is no member of an enum"):
+        with pytest.raises(Conflict, match="attribute that is not a member of an enum"):
             exchanged(Attribute(thing, name))

@@ -49,7 +49,7 @@ def test_attention_that_would_cross_borders_is_refused() -> None:
     q = torch.zeros(1, 2, 3, 4)
     with pytest.raises(NotImplementedError, match="does not pass the layout"):
         packed_attention(torch.nn.Identity(), q, q, q, None)
-    with pytest.raises(NotImplementedError, match="needs a mask of its model"):
+    with pytest.raises(NotImplementedError, match="needs a mask that its model builds"):
         packed_attention(torch.nn.Identity(), q, q, q, q, layout=SequenceLayout.of([3], torch.device("cpu")))
     with (
         pytest.raises(NotImplementedError, match="attention of a LlamaForCausalLM cannot be replaced"),

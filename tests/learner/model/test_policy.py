@@ -187,7 +187,7 @@ def test_logits_by_an_unknown_rule_are_refused(tmp_path: Path, monkeypatch: pyte
 
     Qwen3ForCausalLM(Qwen3Config(**SMALL)).save_pretrained(tmp_path)
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", squared)
-    with pytest.raises(InvalidInput, match="Qwen3ForCausalLM follow from its LM head by no rule that is known"):
+    with pytest.raises(InvalidInput, match="Qwen3ForCausalLM do not follow from its LM head by a known rule"):
         load_policy(make_spec(tmp_path).policy, CPU)
 
 

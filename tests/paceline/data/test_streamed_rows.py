@@ -94,7 +94,7 @@ def test_rows_that_cannot_be_used_are_left_out_and_named(caplog: pytest.LogCaptu
     found = [drawn(rows, draw)["n"] for draw in range(BLOCK, 2 * BLOCK)]
     assert set(found) == {8, 10, 12, 13, 14, 15}
     assert "2 of 8 rows of the stream 'org/rows' cannot be used" in caplog.text
-    assert "the first is row 9: column 'prompt' is empty" in caplog.text
+    assert "the first fault: row 9: column 'prompt' is empty" in caplog.text
     with pytest.raises(DataError, match=r"the stream 'org/rows', row 0: column 'prompt' is empty"):
         opened(Stream(bad=(0,)))
     with pytest.raises(DataError, match="the stream has no rows"):

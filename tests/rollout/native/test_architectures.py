@@ -128,7 +128,10 @@ def check_scores(model: NativeModel, plain: Any) -> None:
     ("config", "reason"),
     [
         (DeepseekV32Config(num_hidden_layers=1), "has layers of the kind indexed_attention; use the vllm backend"),
-        (RwkvConfig(num_hidden_layers=1), "keeps states in a form that it does not know; use the vllm backend"),
+        (
+            RwkvConfig(num_hidden_layers=1),
+            "keeps states in a form that this engine does not know; use the vllm backend",
+        ),
     ],
 )
 def test_what_it_cannot_compute_is_refused_by_name(

@@ -117,8 +117,16 @@ def test_speculation_is_vllms_own_with_the_draft_models_likeliest_tokens(
     [
         ({"method": "eagle3"}, {}, "draft_model"),
         ({"method": "draft_model"}, {}, "method 'draft_model' with model None; set model"),
-        ({"model": "folder"}, {}, "method 'ngram' with model 'folder'; set model for draft_model, and only for it"),
-        ({"method": "draft_model", "model": "run:sft-1"}, {}, "no reference to a run; write the export's folder"),
+        (
+            {"model": "folder"},
+            {},
+            "method 'ngram' with model 'folder'; only draft_model takes a model, and it needs one",
+        ),
+        (
+            {"method": "draft_model", "model": "run:sft-1"},
+            {},
+            "run:ID cannot name a draft model; write the export's folder",
+        ),
         ({"prompt_lookup_min": 5}, {}, "prompt_lookup_min 5 exceeds prompt_lookup_max 4"),
         ({"num_speculative_tokens": 33}, {}, "less than or equal to 32"),
         ({}, {"min_p": 0.1}, r"speculative with min_p 0\.1: vLLM does not apply it to drafted tokens; remove one"),

@@ -168,7 +168,7 @@ def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_pa
     refused = paceline("resume", "again-2", coordinator=at)
     assert (refused.exit_code, refused.stderr) == (
         1,
-        "Error: run again-2 is queued, neither paused nor failed\n",
+        "Error: run again-2 is queued; only a paused or failed run can be resumed\n",
     )
     refused = paceline("drop", "again-2", "3", coordinator=at)
     assert refused.stderr.startswith("Error: run again-2 is queued; groups are dropped only while it is paused")

@@ -52,7 +52,7 @@ SPEC = "{policy: {model_name: ./model}, data: {train: d.jsonl}, rewards: [{funct
         ({"adapter_config.json": "{}"}, "has a LoRA adapter without its model"),
         ({}, "is an empty folder"),
         ({"config.json": '{"quantization_config": {"quant_method": "fp8"}}'}, "is quantised (fp8)"),
-        ({"config.json": '{"model_type": "mamba"}'}, "models of type 'mamba' are not supported"),
+        ({"config.json": '{"model_type": "rwkv"}'}, "models of type 'rwkv' are not supported"),
         ({"config.json": "[]"}, ""),
     ],
 )

@@ -128,16 +128,16 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
             "cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs a GPU; lower the ranks",
         ),
         (2, {"learner_ranks": 2}, "each rank needs a GPU and the rollout workers need another GPU; lower the ranks"),
-        (0, {"rollout_gpus": (0,)}, r"GPU 0 \(counted from 0; cluster.rollout_gpus\), and this host shows 0 GPUs"),
+        (0, {"rollout_gpus": (0,)}, r"GPU 0 \(counted from 0; cluster.rollout_gpus\), but this host shows 0 GPUs"),
         (
             4,
             {"rollout_gpus": (4,)},
-            r"GPU 4 \(counted from 0; cluster.rollout_gpus\), and this host shows 4 GPUs;",
+            r"GPU 4 \(counted from 0; cluster.rollout_gpus\), but this host shows 4 GPUs;",
         ),
         (
             1,
             {"reward_gpus": (0, 2)},
-            r"GPU 2 \(counted from 0; cluster.reward_gpus\), and this host shows 1 GPU; .*reward_gpus=\[\]",
+            r"GPU 2 \(counted from 0; cluster.reward_gpus\), but this host shows 1 GPU; .*reward_gpus=\[\]",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_role_does_not_compute_on_cpus_where_the_spec_names_gpus() -> None:
     with pytest.raises(Unavailable) as refused:
         refuse_cpu(cluster, "learner")
     assert str(refused.value) == (
-        "the run asks for GPU 0 to 1 (cluster.learner_gpus), and torch finds no GPU in this process; see `paceline doctor`, or set "
+        "the run asks for GPU 0 to 1 (cluster.learner_gpus), but torch finds no GPU in this process; see `paceline doctor`, or set "
         "cluster.learner_gpus=[] for CPUs"
     )
 

@@ -30,7 +30,7 @@ def test_gpus_that_torch_does_not_see_are_a_fault(model: str) -> None:
     status, value, _ = found(model, [], cluster=cluster)["its GPUs"]
     assert status == "fault"
     assert value.startswith(
-        "the spec asks for GPU 0 (counted from 0; cluster.learner_gpus), and this host shows 0 GPUs"
+        "the spec asks for GPU 0 (counted from 0; cluster.learner_gpus), but this host shows 0 GPUs"
     )
     status, value, _ = found(model, [80 * GB], cluster=cluster)["its GPUs"]
     assert (status, value[:62]) == ("fault", "the spec asks for GPU 1 (counted from 0; cluster.rollout_gpus)")

@@ -159,7 +159,7 @@ async def test_a_worker_without_gpus_refuses_a_run_that_names_them(
         await worker.work()
     said = reports[0].run_report
     assert said.fault == worker_pb2.FAULT_PASSING
-    assert "asks for GPU 0 (cluster.reward_gpus), and this host shows no GPU that torch can use" in said.error
+    assert "asks for GPU 0 (cluster.reward_gpus), but this host shows no GPU that torch can use" in said.error
 
 
 async def test_functions_that_were_changed_are_loaded_anew_when_the_run_is_assigned_again(

@@ -80,7 +80,7 @@ async def test_a_worker_on_cpus_refuses_a_run_that_names_gpus(tmp_path: Path, mo
     await asyncio.wait((setting_up,))
     worker.membership.exchange._context.term()
     assert reports[0].run_report.fault == worker_pb2.FAULT_PASSING
-    assert "the run asks for GPU 0 to 1 (cluster.rollout_gpus), and torch finds no GPU" in reports[0].run_report.error
+    assert "the run asks for GPU 0 to 1 (cluster.rollout_gpus), but torch finds no GPU" in reports[0].run_report.error
 
 
 class EndedRun:

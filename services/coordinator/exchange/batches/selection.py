@@ -1,10 +1,10 @@
 """Selects the scored groups of a step's batch, and takes batches apart.
 
-A fixed batch does not change while a session may train it. Before that it can be taken apart because of damaged groups,
-or of groups that a person drops. The next batch of the step is its next revision, with a further link of the chain, and
-the ledger keeps the replaced batch. If the bytes of a group are lost before a session trained it, the group returns to
-`admitted`; a lost prefix is removed, and a sample with a lost turn begins again. If a session has trained the lost
-bytes, the run is paused, because another session would have to train the same bytes.
+A fixed batch does not change while a session may train it. Before that it can be taken apart because groups are
+damaged, or because a person drops groups. The next batch of the step is its next revision, with a further link of the
+chain, and the ledger keeps the replaced batch. If the bytes of a group are lost before a session trained it, the group
+returns to `admitted`; a lost prefix is removed, and a sample with a lost turn begins again. If a session has trained
+the lost bytes, the run is paused, because another session would have to train the same bytes.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ REASON = "by_request"
 
 def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: float) -> None:
     """Drop groups of the fixed, untrained batch for the reason `by_request`. The next revision is fixed as soon as
-    there are enough scored groups, and the run has the workers. Runs inside a transaction. Raises Conflict,
-    InvalidInput."""
+    enough groups are scored and the run has the workers. Runs inside a transaction. Raises Conflict, InvalidInput."""
     if len(group_ids) > run.batch_size:
         raise InvalidInput(
             f"{len(group_ids)} groups are named, but a batch has only {run.batch_size} (grpo.num_prompts_per_step)"
@@ -206,7 +205,7 @@ def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord
 
 
 def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
-    """Revoke the leases or tasks of a reply that could not be sent, so that the request can be answered with others."""
+    """Revoke the leases or tasks of a reply that could not be sent, so that other work can answer the request."""
     for task in reply.task.tasks:
         exchange.groups.end_task(run.run_id, task.group_id, member_id, task.attempt)
     for lease in reply.lease.leases:

@@ -1,5 +1,5 @@
-"""A generated group, committed after checks against the ledger, in its transaction. Faults are answered INVALID, with the
-field, its value and the bound."""
+"""A generated group, committed after checks against the ledger, in its transaction. Faults are answered INVALID, with
+the field, its value and the bound."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from paceline.wire import CompletionArrays, parse_message, split_completions, sp
 
 
 def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:
-    """Commit a checked and stored group. The first valid result of any attempt wins while the group is admitted or leased."""
+    """Commit a checked and stored group. The first valid result of any attempt wins while the group is admitted or
+    leased."""
     request, result, uploaded = arrived.request, arrived.request.group, arrived.uploaded
     row = exchange.group_queries.get(run.run_id, result.group_id)
     if row is None:
@@ -110,7 +111,8 @@ def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
 
 
 def check(arrived: Arrived) -> Record:
-    """Set the group of a result and return its record. Raises WireError if it is invalid in every state of the ledger."""
+    """Set the group of a result and return its record. Raises WireError if it is invalid in every state of the
+    ledger."""
     result, frames = arrived.request.group, arrived.frames
     if len(frames) != 2:
         raise WireError(f"a group result has two payload frames, not {len(frames)}")
@@ -170,7 +172,8 @@ def check_samples(texts: pb.Texts, num_samples: int, num_tokens: int, size_bytes
 
 
 def turns_of(group: Group) -> list[GroupTurn]:
-    """Return a group's turns in the order of samples, rows and tokens. Raises WireError for a token of no turn."""
+    """Return a group's turns in the order of samples, rows and tokens. Raises WireError if a token belongs to no
+    turn."""
     assert group.rows is not None
     samples, turns = group.rows.samples, []
     first_rows = {sample: row for row, sample in reversed(list(enumerate(samples)))}

@@ -1,5 +1,5 @@
-"""A request for leases: prompts are admitted if too few groups are free, and groups are leased to workers. No other module
-leases groups; `group.py` takes the results."""
+"""A request for leases: prompts are admitted if too few groups are free, and groups are leased to workers. No other
+module leases groups; `group.py` takes the results."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class _NewLeases:
 
     def answer(self, request: pb.ExchangeRequest) -> Outcome:
         """Return the answer to one worker; `write` records its leases. A worker gets nothing without an acknowledged
-        version of the weights, or while it is overdue. Groups to train need a run that takes work, an age of at most
-        η, and no quarantine (`choose_groups`). `transport/dispatch.py` has checked protocol, term, secret, run and
-        role."""
+        version of the weights, or while it is overdue. Groups to train are leased only if the run takes work, their age
+        is at most η, and no quarantine prevents it (`choose_groups`). `transport/dispatch.py` has checked protocol,
+        term, secret, run and role."""
         exchange, run = self._exchange, self._run
         reply = ok(request)
         reply.lease.SetInParent()
@@ -178,7 +178,7 @@ class _NewLeases:
         return "" if tools is None else json.dumps(tools)
 
     def _prefix(self, group_id: int) -> Payload | None:
-        """Return a group's prefix from an earlier attempt; None without an intact one. Raises UnopenedSegment."""
+        """Return a group's prefix from an earlier attempt; None if none is intact. Raises UnopenedSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
@@ -217,8 +217,9 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
     """Return up to `number` free groups to train, in the order of slots, each with the step that will train it. Admit
     prompts first if too few groups are free, or if a dropped group has left its slot.
 
-    The step decides which versions may sample a group. With `in_order` it is slot // B. With `ready_first`, batches take
-    scored groups of any slot, so the step is estimated: the next batch + (open, unbatched groups in lower slots) // B."""
+    The step decides which versions may sample a group. With `in_order` it is slot // B. With `ready_first`, batches
+    take scored groups of any slot, so the step is estimated: the next batch + (open, unbatched groups in lower slots)
+    // B."""
     rows = exchange.group_queries.free_to_lease(run.run_id, number)
     if len(rows) < number or exchange.ledger.free_slots.exist(run.run_id):
         admit(exchange, run, max(number, ADMITTED_AT_ONCE))
@@ -230,7 +231,7 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
     num_waiting = partial(exchange.group_queries.num_waiting, run.run_id)
     for row in rows:
         slot = row["slot"]
-        # A free group in the slot before is one more ahead; only gaps between free groups have to be counted.
+        # If the slot before has a free group, that group is one more ahead; only gaps between free groups are counted.
         ahead = ahead + 1 if slot == last_slot + 1 else run.state.num_ahead(slot, num_waiting)
         last_slot = slot
         free.append((row, step_of_group(next_batch, ahead, run.batch_size)))

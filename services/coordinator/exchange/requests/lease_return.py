@@ -1,4 +1,4 @@
-"""A lease that a worker returns: draining, perhaps with unfinished samples, or because the prompt is bad."""
+"""A lease that a worker returns because it drains (perhaps with unfinished samples), or because the prompt is bad."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -
     if returned.data_error_reason not in DATA_ERRORS:
         allowed = ", ".join(sorted(DATA_ERRORS - {""}))
         reason = returned.data_error_reason[:64]
-        return refuse(request, f"data_error_reason {reason!r} is none of {allowed}")
+        return refuse(request, f"data_error_reason is {reason!r}, but must be one of {allowed}")
     if returned.data_error:
         return _failed(exchange, run, request, row)
     if arrived.frames and run.spec.environment.is_used:

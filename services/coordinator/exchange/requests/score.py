@@ -38,7 +38,7 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -
         exchange.workers.note_scores(request.member_id, score)
         return duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
-        return stale(request, f"group {score.group_id} holds another text than the scored text")
+        return stale(request, f"the text of group {score.group_id} is not the text that was scored")
     if (score.handed_back or score.error) and not holds:
         return stale(request, f"attempt {score.attempt} does not hold the task of group {score.group_id}")
     if score.handed_back:

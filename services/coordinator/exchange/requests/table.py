@@ -1,6 +1,6 @@
-"""The one table of the kinds of requests to the exchange: who may send a request, its payload, what answers it, and the parked
-requests that it wakes. The modules of this folder have the answers, one module a kind. Lease requests are usually
-answered together (`transport/dispatch.py:handle_leases`)."""
+"""The one table of the kinds of requests to the exchange: who may send a request, its payload, what answers it, and the
+parked requests that it wakes. The modules of this folder have the answers, one module a kind. Lease requests are
+usually answered together (`transport/dispatch.py:handle_leases`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestKind:
     """Roles of the workers that may send it. In one run only one of two roles holds leases (`ActiveRun.lease_role`)."""
     answer: Callable[[Exchange, ActiveRun, Arrived, float], Outcome]
     """Answers a request of the active run, at a time `now_s`, from a worker that may send it. A result with arrays was
-    checked before; `fault` says why it is invalid."""
+    checked before; if it is invalid, `fault` has the reason."""
     wakes: Callable[[pb.ExchangeRequest], Collection[str]] = lambda request: ()
     """Returns the kinds of parked requests whose answers the request can change."""
     frames: int = 0
@@ -49,10 +49,10 @@ class RequestKind:
     header_bytes: int = DEFAULT_HEADER_BYTES
     """Largest number of bytes of the first frame. A lease returned with samples may have `TEXTS_HEADER_BYTES`."""
     check: Callable[[Arrived], Record] | None = None
-    """Checks the payload frames, sets the decoded parts, and returns the record to store. Raises WireError if the request
-    is invalid in every state of the ledger."""
+    """Checks the payload frames, sets the decoded parts, and returns the record to store. Raises WireError if the
+    request is invalid in every state of the ledger."""
     is_decided: Callable[[Exchange, ActiveRun, pb.ExchangeRequest, sqlite3.Row], bool] = lambda *_: False
-    """Returns whether a request that came again is decided in the ledger; the row is its group's."""
+    """Returns whether the ledger has already decided a request that came again; the row is that of its group."""
     is_urgent: bool = False
     """True if the learner waits for the answer."""
 
@@ -113,8 +113,8 @@ KINDS = {
     "batch": RequestKind(LEARNER, batch.answer, header_bytes=SMALL_HEADER_BYTES, is_urgent=True),
     "receipt": RequestKind(LEARNER, receipt.answer, wakes=lambda request: ("batch", "lease"), is_urgent=True),
 }
-"""Each kind of request, by the name of the request's body. Each request has the secret of a Welcome, which only a caller
-with the role `worker` gets."""
+"""Each kind of request, by the name of the request's body. Each request has the secret of a Welcome, which only a
+caller with the role `worker` gets."""
 
 
 def kind_of(name: str) -> RequestKind:

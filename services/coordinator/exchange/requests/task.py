@@ -19,7 +19,7 @@ MAX_ROOM = 1024
 """Largest number of tasks in one answer, even if a worker states more room."""
 
 MAX_TASK_BYTES = 32 << 20
-"""Largest number of bytes of an answer with several tasks: scoring of the first waits until the last has arrived."""
+"""Largest number of bytes of an answer with several tasks: the first task waits until the last one has arrived."""
 
 
 def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -> Outcome:

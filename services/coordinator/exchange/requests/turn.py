@@ -1,5 +1,5 @@
-"""A turn of an episode, committed once, by the attempt that holds its group, in the order of its sample's turns. While a
-group is open, its row counts the tokens of its logged turns, so the token accounting balances after every turn."""
+"""A turn of an episode, committed once, by the attempt that holds its group, in the order of its sample's turns. While
+a group is open, its row counts the tokens of its logged turns, so the token accounting balances after every turn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def answer(exchange: Exchange, run: ActiveRun, arrived: Arrived, now_s: float) -
     if turn.life == lives.current and turn.index < next_turn:
         return duplicate(request, f"turn {turn.index} of {sample_name(turn)} is in the ledger already")
     if arrived.is_decided:  # it was when the turn arrived; since then its life has ended
-        return stale(request, f"{sample_name(turn)} continues after turn {next_turn - 1}")
+        gone = f"turn {turn.index} of {sample_name(turn)} is not in the ledger any more"
+        return stale(request, f"{gone}; the next turn must be {next_turn}")
     uploaded = arrived.turn
     if uploaded is None or arrived.location is None:
         return refuse(request, arrived.fault)
@@ -173,7 +174,7 @@ def check(arrived: Arrived) -> Record:
 def _check_sample(turn: pb.EpisodeTurn, note: pb.TurnNote) -> None:
     """Check the fields that only the last turn may set. Raises WireError."""
     if note.HasField("sample") != turn.last:
-        raise WireError("only the last turn of a sample, and always that one, sets `sample`")
+        raise WireError("`sample` must be set in the last turn of a sample, and in no other turn")
     if not turn.last:
         if note.left_out:
             raise WireError("only the last turn of a sample names turns in `left_out`")

@@ -1,13 +1,13 @@
 """Watches the connections of the exchange's socket from outside of ZeroMQ, and closes those of senders that never end a
 message or send far more than is read.
 
-ZeroMQ delivers a message when its last frame has arrived, and bounds frames, not messages: until then it keeps
-everything in memory. So the kernel is asked how many bytes have arrived on each connection beyond those of the messages
-that were read. If all whole messages were read and more bytes are left than a message can have, the connection is
-closed. Connections on which no member has sent a message share a budget, and those that stay like that, or send only
-refused messages, are closed: strangers use up neither memory nor the limit of open files. An empty frame of two bytes
-costs ZeroMQ some 64, so the memory of this process is checked too: if it grows by far more than the unread bytes, the
-connections with unread bytes are closed. Honest senders connect and send again.
+ZeroMQ delivers a message when its last frame has arrived; until then it keeps all frames in memory. It limits the size
+of a frame, but not that of a message. So the kernel is asked how many bytes have arrived on each connection beyond
+those of the messages that were read. If all whole messages were read and more bytes are left than a message can have,
+the connection is closed. Connections on which no member has sent a message share a budget. They are closed if this
+lasts too long, or if they send only refused messages, so strangers use up neither memory nor the limit of open files.
+An empty frame of two bytes costs ZeroMQ some 64 bytes, so the memory of this process is checked too: if it grows by far
+more than the unread bytes, the connections with unread bytes are closed. Honest senders connect and send again.
 
 Descriptors belong to ZeroMQ's thread, whose monitor reports when they open and close. Between the close of a descriptor
 and the report of it, its number may belong to another file, so a descriptor that is no connection of this port is

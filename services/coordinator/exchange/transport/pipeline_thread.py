@@ -1,6 +1,6 @@
 """Runs one step of a pipeline on a thread; the other steps run on the event loop or on other threads. Items that arrive
 while it works form its next portion, and finished ones are posted at once, so it never waits for a turn of the event
-loop, which under load is a transaction long."""
+loop, which under load lasts as long as a transaction."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ MAX_RECEIVED_AT_ONCE = 64
 @dataclass(frozen=True)
 class ServerLimits:
     pending_bytes: int = 128 << 20
-    """Largest number of bytes of uncommitted groups in memory; while there are more, no groups are read from ZeroMQ. It
-    is less than a segment, so the segment of a record that no transaction refers to yet is among the two newest,
-    which are never removed."""
+    """Largest number of bytes of uncommitted groups in memory; while there are more, no groups are read from ZeroMQ.
+    The limit is below a segment's size, so the segment of a record that no transaction refers to yet is among the two
+    newest, which are never removed."""
     unanswered: int = 4096
     """Largest number of a member's unanswered requests. Parked ones do not count: a member parks one of a kind."""
     wait_s: float = 30.0
@@ -51,7 +51,8 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Receiver:
-    """First step of the pipeline, on the event loop. Passes results with arrays to `checks`, other requests to `queue`."""
+    """First step of the pipeline, on the event loop. Passes results with arrays to `checks`, other requests to
+    `queue`."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class RequestFilter:
         return ""
 
     def join_under_way(self, waiting: PendingRequest) -> bool:
-        """Return whether an earlier request has the same result under way; its answer then goes to the new sender."""
+        """Return whether an earlier request with the same result is under way; its answer then goes to this sender."""
         first = self.under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
             return False

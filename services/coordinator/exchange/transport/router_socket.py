@@ -83,7 +83,7 @@ class PendingRequest(Arrived):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Return member and kind, whatever the connection: a worker that reconnects has nothing on the old one."""
+        """Return member and kind, but no connection: a worker that reconnects awaits nothing on its old connection."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 

@@ -1,8 +1,8 @@
 """Serves the exchange: a ZeroMQ ROUTER in front of its handlers.
 
 Invariants. Nothing is sent without a request. Every answer leaves after the sync of the commit that it reports, and a
-commit that refers to a group's bytes begins after their sync. All requests that wait when a transaction begins share it
-(group commit). Any bytes that arrive are answered or dropped, and the loops continue.
+commit that refers to a group's bytes begins after the sync of these bytes. All requests that wait when a transaction
+begins share it (group commit). Any bytes that arrive are answered or dropped, and the loops continue.
 
 A message passes these steps; all but those on the event loop are threads (`PipelineThread`), so that a slow
 step does not delay the others. The modules are in this folder, in `requests/` and in `uploads/` beside it:
@@ -11,9 +11,9 @@ step does not delay the others. The modules are in this folder, in `requests/` a
   check     decodes and hashes groups, which leases do not wait for (requests/table.py:validate_upload), and compares their
             prompts (uploads/prompt_check.py)
   store     writes and syncs groups, several at once
-  answer    event loop: one transaction after another; while leases are requested, every second one answers them alone
+  answer    event loop: one transaction after another; while leases are requested, every second one answers only them
             (transport/transactions.py)
-  sync      syncs commits while the next transactions run; synced requests are answered between two of theirs
+  sync      syncs commits while the next transactions run; the answers are sent between two requests of those
   read      reads arrays of tasks and batches from the disk
   send      event loop
 """

@@ -1,7 +1,7 @@
 """Transactions of the exchange, one after another, each for all requests that wait when it begins.
 
 A request that gets an empty answer is parked until something changes or its wait time ends; a worker has at most one
-parked request of a kind (a rank: one), so the members bound the number of parked requests.
+parked request of each kind, and a rank has at most one, so the members bound the number of parked requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ OTHERS_AT_ONCE = 16
 """Largest number of requests, other than lease requests, that share a savepoint: each savepoint costs a statement."""
 
 PARKED_AT_ONCE = 64
-"""Largest number of parked lease requests, of thousands, that a tick checks: those not checked for the longest time."""
+"""Largest number of parked lease requests that a tick checks, those first that were not checked for the longest
+time."""
 
 
 @dataclass
@@ -62,8 +63,8 @@ class ToRead:
 
 
 class Transactions:
-    """Runs the exchange's transactions. The control plane's transactions take the same `lock`. `record` writes notices in
-    the transaction that made them. `send_synced` sends answers after the sync of their commit, also while another
+    """Runs the exchange's transactions. The control plane's transactions take the same `lock`. `record` writes notices
+    in the transaction that made them. `send_synced` sends answers after the sync of their commit, also while another
     transaction runs."""
 
     def __init__(
@@ -117,7 +118,8 @@ class Transactions:
         self._bell.set()
 
     async def run(self, tick_s: float, at_tick: Callable[[], None]) -> None:
-        """Run one transaction after another, while there are requests to answer; call `at_tick` every `tick_s` seconds."""
+        """Run one transaction after another, while there are requests to answer; call `at_tick` every `tick_s`
+        seconds."""
         ticked_s = time.monotonic()
         while True:
             if not (self._leases or self._others or self._damaged or self._wake):

@@ -1,13 +1,13 @@
 """Holds requests that have arrived, and stores their uploads: groups, turns of episodes, and the reference's
 log-probabilities that come with scores.
 
-`requests/table.py:validate_upload` and `store` run on threads: the first decodes, checks and hashes an upload, the second
-stores the valid ones with one sync, before the transaction that may refer to them. A group that the transaction then
-refuses (a duplicate) leaves bytes behind that are removed with their segment.
+`requests/table.py:validate_upload` and `store` run on threads. The first decodes, checks and hashes an upload; the
+second stores the valid uploads with one sync, before the transaction that may refer to them. If the transaction then
+refuses a group (a duplicate), the group's bytes stay until their segment is removed.
 
-Several kinds of uploads share the checks here. They refuse numbers that would harm the learner and are wrong in every
-state of the ledger. Faults name the field, its value and the bound. Turns of
-episodes get digests, by which the transaction compares a group with its turn log without reading either."""
+Several kinds of uploads share the checks here. The checks refuse numbers that would harm the learner and are wrong in
+every state of the ledger. Faults name the field, its value and the bound. Turns of episodes get digests, by which the
+transaction compares a group with its turn log without reading either."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from paceline.wire import CompletionArrays
 
 @dataclass
 class Arrived:
-    """A request with its payload frames and, if it has arrays to store, the results of `validate_upload` and `store`."""
+    """A request with its payload frames and, if it has arrays to store, the results of `validate_upload` and
+    `store`."""
 
     request: pb.ExchangeRequest
     frames: Sequence[Buffer] = field(default_factory=list)
@@ -202,8 +203,8 @@ def check_number(name: str, value: float) -> None:
 
 
 def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[VersionSpan]) -> str:
-    """Return XXH3-128 over a turn's sampled tokens, log-probabilities, and the version and sampler of each token. A turn
-    without samplers has the digest of 0.1.0."""
+    """Return XXH3-128 over a turn's sampled tokens, log-probabilities, and the version and sampler of each token. A
+    turn without samplers has the digest of 0.1.0."""
     joined = joined_spans(spans)
     has_samplers = any(span.sampler for span in joined)
     lengths = [[*span[:2], span.end - span.start, *([span.sampler] if has_samplers else [])] for span in joined]

@@ -1,9 +1,9 @@
 """Checks that a submitted group has its lease's prompt, by encoding the prompt again and comparing.
 
-The coordinator has no tokenizer; a child process (prompt_encoder.py) loads one when a run starts. If it cannot be loaded
-from this machine's disk (only the workers have the model) or the template writes the date, prompts are not compared, and
-`unavailable` has the reason; every other failure is a warning in the run's events. Used by the exchange's check thread;
-only `begin` and `close` are called from elsewhere.
+The coordinator has no tokenizer; a child process (prompt_encoder.py) loads one when a run starts. If it cannot be
+loaded from this machine's disk (only the workers have the model) or the template writes the date, prompts are not
+compared, and `unavailable` has the reason; every other failure is a warning in the run's events. The exchange's check
+thread calls `validate_upload`; the event loop calls `begin`, `take_warnings` and `close`.
 
 The child gets only the environment variables of user code (`paceline/user_code/surroundings.py`), because the chat
 template is user code; it needs neither the storage key nor a token. A child that does not answer within ANSWER_S is

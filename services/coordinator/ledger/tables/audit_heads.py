@@ -1,6 +1,6 @@
 """Stores the newest record of each file of the audit log: the table `audit_heads`. The table is outside the chain of
-batches, which a replay has to repeat. A log whose end was cut off, or an older copy, lacks the record that is named
-here."""
+batches, which a replay has to repeat. If the end of the log was cut off, or if the log was replaced by an older copy,
+it lacks the record that is named here."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ Split = list[list[sqlite3.Row]]
 
 
 def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int, sharing: int = 1) -> Split:
-    """Return the batch of `step` split over the ranks; empty for a run without batches. `sharing`: number of completions
-    whose prompt the learner computes once (`RunSpec.completions_per_prompt`)."""
+    """Return the batch of `step` split over the ranks; empty for a run without batches. `sharing`: number of
+    completions whose prompt the learner computes once (`RunSpec.completions_per_prompt`)."""
     groups = GroupQueries(db).of_step(run_id, step)
     if not groups:
         return []
@@ -104,7 +104,7 @@ class Splits:
 def balance(tokens: list[int], world_size: int) -> list[list[int]]:
     """Return the indices of `tokens` for each of `world_size` ranks, each list ascending. Longest processing time first
     (Graham, 1969): the next longest goes to the rank with the fewest tokens, ties to the lower rank, so the same
-    input always gives the same split. At most 4/3 - 1/(3·ranks) of the best split."""
+    input always gives the same split. The largest part is at most 4/3 - 1/(3·ranks) times that of the best split."""
     loads = [(0, rank) for rank in range(world_size)]
     parts: list[list[int]] = [[] for _ in range(world_size)]
     for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):

@@ -17,7 +17,7 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location
 
 LEFT_OUT = "left_out"
-"""Reason for which turns are dropped that are not part of a trained sample."""
+"""Drop reason of turns that are not part of a trained sample."""
 
 FAILED = "environment_failed"
 """Reason for the end of a life by a fault of the user's code."""
@@ -76,7 +76,8 @@ class Total(NamedTuple):
 
 
 class Episodes(Queries):
-    """The finished turns; the key is run, group, sample, life and number. Call changing methods inside a transaction."""
+    """The finished turns; the key is run, group, sample, life and number. Call changing methods inside a
+    transaction."""
 
     # Turns
 
@@ -152,7 +153,7 @@ class Episodes(Queries):
         return self.rows(f"DELETE FROM episodes WHERE {OF_SAMPLE} RETURNING segment, start", life[:4])
 
     def add_ended(self, lives: Sequence[EndedLife]) -> None:
-        """Record lives whose turns are removed elsewhere."""
+        """Record ended lives without removing their turns."""
         rows = [life._asdict() | {"given_up": int(life.given_up), "counts": int(life.counts)} for life in lives]
         self.db.executemany(
             f"INSERT INTO restarts ({', '.join(EndedLife._fields)}, seal)"
@@ -165,7 +166,8 @@ class Episodes(Queries):
         self.db.execute("DELETE FROM restarts WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 
     def clear_failures(self, run_id: str) -> None:
-        """Reset failures of samples in unleased groups after a person removed the cause; given-up ones begin again."""
+        """Reset failures of samples in unleased groups after a person removed the cause; given-up samples begin
+        again."""
         self.db.execute(
             "UPDATE restarts SET counts = 0, given_up = 0 WHERE run_id = ? AND counts + given_up > 0 AND group_id IN"
             " (SELECT group_id FROM groups WHERE run_id = ? AND state = 'admitted')",

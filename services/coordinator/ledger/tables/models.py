@@ -75,7 +75,8 @@ class RegisteredModels(Queries):
         return int(self.value("SELECT MAX(version) AS newest FROM models WHERE name = ?", (name,)) or 0)
 
     def after(self, name: str, version: int, limit: int, only: str = "") -> list[ModelVersion]:
-        """Return the versions after a given one, by name, the newest first in each; with `only`, of one model."""
+        """Return the versions after a given one, by name and, for each name, the newest first. With `only`, return the
+        versions of this one model."""
         rows = self.rows(
             "SELECT * FROM models WHERE (name > ?1 OR (name = ?1 AND version < ?2)) AND (?3 = '' OR name = ?3)"
             " ORDER BY name, version DESC LIMIT ?4",

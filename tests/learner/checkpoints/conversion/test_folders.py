@@ -120,7 +120,7 @@ def test_what_is_not_of_the_model_is_refused(model: Path, tmp_path: Path) -> Non
     with pytest.raises(InvalidInput, match=r"no weights under 'model'.*The state dict has state"):
         from_dcp(tmp_path / "deep", tmp_path / "out", config=str(model))
     (tmp_path / "short" / ".metadata").write_bytes(b"cbuiltins\nprint\n.")
-    with pytest.raises(InvalidInput, match=r"builtins.print, which is no part of a checkpoint"):
+    with pytest.raises(InvalidInput, match=r"builtins.print, which does not belong in a checkpoint"):
         from_dcp(tmp_path / "short", tmp_path / "out", config=str(model))
     with pytest.raises(InvalidInput, match="is not a folder"):
         to_dcp("Qwen/Qwen3-0.6B", tmp_path / "out")

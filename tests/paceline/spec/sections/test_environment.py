@@ -34,7 +34,7 @@ def test_a_spec_with_an_environment_travels_under_its_key() -> None:
 @pytest.mark.parametrize(
     ("environment", "sections", "fault"),
     [
-        ({"class": "a.py:A", "agent": "b.py:f"}, {}, "class and agent are both set"),
+        ({"class": "a.py:A", "agent": "b.py:f"}, {}, "class and agent are set"),
         ({"class": "a.py:A", "train_call": "b.py:f"}, {}, "train_call decides on an agent's requests"),
         ({"class": "a.py:A"}, {"grpo": {"advantage": "gae"}}, "gae"),
         (

@@ -115,7 +115,7 @@ def test_a_combination_that_means_nothing_is_refused(settings: dict[str, Any], p
         ),
         (
             {"grpo": {"advantage_clip_low": 0.5}},
-            ("advantage_clip_low 0.5", "leave out 0"),
+            ("advantage_clip_low 0.5", "do not include 0"),
         ),
         (
             {"grpo": {"advantage_clip_low": 1, "advantage_clip_high": -1}},

@@ -167,7 +167,7 @@ def test_a_gpu_that_is_not_there_is_refused(
     result = up(f"cluster.{role}_gpus=[0]", "cluster.rollout_workers=1")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: the spec asks for GPU 0 (counted from 0; cluster.{role}_gpus), and this host shows 0 GPUs; see "
+        f"Error: the spec asks for GPU 0 (counted from 0; cluster.{role}_gpus), but this host shows 0 GPUs; see "
         f"`paceline doctor` and CUDA_VISIBLE_DEVICES, name other GPUs, or set cluster.{role}_gpus=[] for CPUs\n"
     )
 

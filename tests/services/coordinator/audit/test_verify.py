@@ -284,7 +284,7 @@ UNREADABLE = {
     ),
     "rewards of a receipt": (
         "UPDATE receipts SET scores_digests = replace(scores_digests, '[\"', '[\"0') WHERE step = 0",
-        "with other rewards than the ledger has",
+        "with rewards that differ from the ledger's",
     ),
     "groups of a receipt": (
         "UPDATE receipts SET group_ids = '[1,' WHERE step = 0",

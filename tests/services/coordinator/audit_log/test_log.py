@@ -119,7 +119,7 @@ def test_a_source_has_some_records_in_a_window_and_then_one_for_the_rest() -> No
     assert limits.due(5.0 + WINDOW_S - 0.1) == []
     (rest,) = limits.due(5.0 + WINDOW_S)
     assert (rest.count, rest.address) == (7, f"10.0.0.1:{FIRST + 6}")
-    assert rest.why == "7 more refusals of 10.0.0.1; the newest refusal: no token"
+    assert rest.why == "7 more calls of 10.0.0.1 were refused; the newest refusal: no token"
     assert limits.due(1000.0) == []
     assert limits.admits(refused("10.0.0.1"), 100.0)  # the next window
 

@@ -176,5 +176,5 @@ def test_a_segment_that_is_no_file_is_damage(tmp_path: Path, kind: str) -> None:
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero" if kind == "zeros" else path.name)
-    with pytest.raises(DamagedRecord, match="is missing or no file"):
+    with pytest.raises(DamagedRecord, match="is missing or is not a file"):
         look_up(PayloadStore(tmp_path / "ledger", storage_key()), location)

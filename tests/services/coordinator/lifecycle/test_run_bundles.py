@@ -209,7 +209,7 @@ def test_an_operators_folders_and_examples(tmp_path: Path) -> None:
     bundles = RunBundles(ledger, blobs)
     assert bundles.changes(spec, first.manifest.digest, second.manifest.digest) == ["data/folder/train.jsonl"]
     sft = spec.model_copy(update={"algorithm": "sft"})
-    with pytest.raises(Exception, match="trains on examples keeps its data"):
+    with pytest.raises(Exception, match="trains on examples cannot change its data"):
         bundles.changes(sft, first.manifest.digest, second.manifest.digest)
     assert collect_again(sft, first.manifest).manifest == first.manifest  # type: ignore[union-attr]
     (tmp_path / "mine" / "reward.py").unlink()

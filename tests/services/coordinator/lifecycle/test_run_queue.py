@@ -116,7 +116,7 @@ async def test_epochs_become_the_steps_of_the_data_set(plane: Plane) -> None:
     assert stored.max_num_steps == run.max_num_steps
     assert stored.max_num_epochs == 1.5
     (event,) = plane.coordinator.ledger.events(run.run_id, 0, 1)
-    steps = f"{run.max_num_steps} steps; max_num_epochs is 1.5 and the data has {rows} rows"
+    steps = f"{run.max_num_steps} steps, because max_num_epochs is 1.5 and the data has {rows} rows"
     expected = f"data.train: prompts, in the format TRL's prompt-only, standard; {steps}"
     assert json.loads(event["json"])["message"] == expected
 

@@ -178,8 +178,8 @@ def test_an_architecture_that_cannot_be_trained_is_refused_by_name(tmp_path: Pat
     for passes in ('{"model_type": "qwen3"}', "[]", "{"):
         config.write_text(passes)
         checked_data(spec)
-    config.write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}')
-    with pytest.raises(InvalidInput, match=r"policy\.model_name .* 'deepseek_v3' are not supported: .*MLA"):
+    config.write_text('{"model_type": "deepseek_v32", "index_topk": 2048}')
+    with pytest.raises(InvalidInput, match=r"policy\.model_name .* 'deepseek_v32' are not supported: .*DSA"):
         checked_data(spec)
 
 

@@ -70,7 +70,7 @@ def test_a_session_says_first_how_many_tokens_its_model_knows(session: Session, 
 @pytest.mark.parametrize(
     ("cpu_chosen", "error"),
     [
-        (False, "asks for GPU 0 (cluster.learner_gpus), and torch finds no GPU in this process"),
+        (False, "asks for GPU 0 (cluster.learner_gpus), but torch finds no GPU in this process"),
         (True, "policy.model_name"),  # it goes on to the model, which is not there
     ],
 )
