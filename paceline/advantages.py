@@ -1,9 +1,9 @@
 """Combines the rewards of several functions and computes the advantages of completions and turns. Pure functions.
 
 Promise: coordinator and learner combine by the same rules, so a metric shows what trains. A function that returned None
-takes no part; a completion, or a turn, without any reward has no total, does not shift the baseline of the others and
-does not train (advantage 0). Every preset reproduces the system that it is named after, to the constant. Equal rewards
-have equal advantages, exactly 0 in a group without a difference, and totals that differ only by rounding are equal.
+takes no part. A completion or a turn without any reward has no total: it does not change its group's baseline and does
+not train (advantage 0). Every preset reproduces the system that it is named after, to the constant. Equal rewards have
+equal advantages, exactly 0 in a group without a difference, and totals that differ only by rounding are equal.
 
 Suffixes: C completions (samples) of a group, F reward functions, K turns of a sample, V compared values, N numbers.
 """
@@ -116,7 +116,7 @@ class Episode(NamedTuple):
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
-    """Return whether a group has anything to train on: False only if all advantages, as the learner computes them, are
+    """Return whether a group has anything to train on: False only if every advantage that the learner would compute is
     0. `rewards_CF` is [C, F], NaN where a function returned None; `turns` has the [K] rewards of each sample's turns if
     advantages are per turn."""
     totals_C = group_totals(rewards_CF, spec.rewards, step)
@@ -131,8 +131,9 @@ def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence
 
 
 def have_advantage(rewards_GCF: Rewards, totals_GC: Float64Array, spec: RunSpec, step: int) -> npt.NDArray[np.bool_]:
-    """Return [G] `has_advantage` of the groups of a batch, whose `group_totals` are known, if rewards decide advantages
-    by the outcome. Except with `gdpo`, an advantage is not 0 if and only if its total differs from the mean."""
+    """Return [G] `has_advantage` of each group of a batch, from the groups' `group_totals`; only for runs whose
+    advantages follow from rewards by the outcome. Except with `gdpo`, a completion's advantage differs from 0 if and
+    only if its total differs from the mean."""
     if spec.grpo.advantage == "gdpo":
         return np.array([group_advantages(rewards_CF, spec, step).any() for rewards_CF in rewards_GCF], bool)
     num_completions = totals_GC.shape[1]
@@ -149,9 +150,10 @@ def group_advantages(
     rewards_CF: Rewards, spec: RunSpec, step: int, penalties_C: Float64Array | None = None
 ) -> Float64Array:
     """Return [C] the part of each completion's advantage that depends only on its group, by the preset
-    `grpo.advantage`; 0 for a completion without a reward. For the presets of `advantages` this is the whole;
-    `trl_batch` and `gdpo` are divided by a std of the batch afterwards, and `reinforce_pp_baseline` is whitened over
-    it. `penalties_C` (β·KL of each completion) is subtracted from the rewards, whose equality is judged without it."""
+    `grpo.advantage`; 0 for a completion without a reward. For the presets of `advantages` this part is the whole
+    advantage. For `trl_batch` and `gdpo` it is divided by a std of the batch afterwards, and for
+    `reinforce_pp_baseline` it is whitened over the batch. `penalties_C` (β·KL of each completion) is subtracted from
+    the rewards, but whether rewards are equal is decided before the subtraction."""
     if spec.grpo.advantage == "gdpo":
         return gdpo_scores(gated(rewards_CF, spec.rewards), weights_at(spec.rewards, step))
     rewards_C = group_totals(rewards_CF, spec.rewards, step)
@@ -292,7 +294,7 @@ def _others_are_equal(rewards_N: Float64Array) -> np.ndarray:
 
 
 def _leave_one_out_std(values_N: Float64Array) -> Float64Array:
-    """Return [N] the sample std of all values but the one at each index; zeros for fewer than three values."""
+    """Return [N] for each index the sample std of all other values; zeros for fewer than three values."""
     n = len(values_N)
     if n < 3:
         return np.zeros(n)

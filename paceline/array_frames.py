@@ -104,11 +104,11 @@ def decode_samplers(arrays: dict[str, np.ndarray], num_spans: int) -> list[str]:
     indices = named_array(arrays, "samplers", "i4", 1).tolist()
     names = _sampler_names(named_array(arrays, "sampler_names", "u1", 1))
     if len(indices) != num_spans:
-        raise WireError(f"samplers has {len(indices)} values for {num_spans} spans; it has one for each span")
+        raise WireError(f"samplers has {len(indices)} values for {num_spans} spans; it must have one for each span")
     if (used := set(indices) - {-1}) != set(range(len(names))):
         raise WireError(
-            f"samplers has the indices {sorted(used)[:16]}, but sampler_names has {len(names)} names; each name is used, "
-            "and -1 is an unknown sampler"
+            f"samplers has the indices {sorted(used)[:16]}, but sampler_names has {len(names)} names; every name must "
+            "be used, and -1 means an unknown sampler"
         )
     unknown_last = (*names, "")
     return [unknown_last[index] for index in indices]
@@ -184,12 +184,12 @@ class RowArrays(NamedTuple):
         if not count or len(prompts) != count or len(self.row_samples) != count:
             raise WireError(
                 f"there are {count} transcripts, but {len(prompts)} prompt_lengths and {len(self.row_samples)} "
-                "row_samples; a group has at least one transcript"
+                "row_samples; a group must have at least one transcript"
             )
         if min(prompts) < 1 or sum(prompts) != num_prompt:
             raise WireError(
-                f"prompt_lengths have sum {sum(prompts)} and minimum {min(prompts)}, but there are {num_prompt} "
-                "prompt_ids"
+                f"prompt_lengths have sum {sum(prompts)} and minimum {min(prompts)}; they must be positive, and their "
+                f"sum must be {num_prompt}, the number of prompt_ids"
             )
         samples = self.row_samples.tolist()
         if samples != sorted(samples) or samples[0] < 0 or samples[-1] >= self.num_samples:

@@ -121,10 +121,10 @@ class Client(Connection):
     def submit(self, spec: RunSpec | str | Path, overrides: Sequence[str] = (), *, wait_s: float | None = None) -> Run:
         """Queue a run from a spec or a YAML file with "section.key=value" overrides.
 
-        If the coordinator is away, the client retries for `wait_s` seconds (default: the client's); repeated requests
-        queue one run. The files that the spec names on this machine travel with the run (`bundle` in the spec), and
-        data are prepared here (`data.preparation`). Raises InvalidInput (SpecError for faults that the client finds)
-        for a misspelt or contradictory spec, or bad data.
+        If the coordinator is away, the client retries for `wait_s` seconds (default: the client's); a repeated request
+        does not queue a second run. The files that the spec names on this machine travel with the run (`bundle` in the
+        spec), and data are prepared here (`data.preparation`). Raises InvalidInput (SpecError for faults that the
+        client finds) for a misspelt or contradictory spec, or bad data.
         """
         from paceline.models.memory_plan import checked_plan
         from paceline.spec.reading import load_spec, spec_to_yaml
@@ -140,7 +140,8 @@ class Client(Connection):
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
-        """Retry the call until the coordinator has opened the data set, once for all calls; a download may be long."""
+        """Retry the call until the coordinator has opened the data set. It opens the data set once for all calls; a
+        download may take long."""
         import grpc
 
         started_s = time.monotonic()
@@ -209,9 +210,9 @@ class Client(Connection):
         return self._run("Pause", run_id=run_id)
 
     def resume(self, run_id: str) -> Run:
-        """Continue a paused run. If it has failed, or if another run has its workers now, queue it again; it keeps its
-        open groups. If the files of its functions are on this machine, the run continues with their current content. Raises
-        NotFound, Conflict, InvalidInput."""
+        """Continue a paused run. A run that has failed, or whose workers serve another run now, is queued again and
+        keeps its open groups. If the files of its functions are on this machine, the run continues with their current
+        content. Raises NotFound, Conflict, InvalidInput."""
         return self._run("Resume", run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
 
     def _corrected_bundle(self, run: Run) -> str:
@@ -230,8 +231,9 @@ class Client(Connection):
         return self._send_bundle(bundle) if bundle is not None else ""
 
     def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:
-        """Order a checkpoint of the training run; return its folder when it is complete, immediately if the newest step
-        has a checkpoint. Raises NotFound; Conflict if no learner has the run; Unavailable after `timeout_s`."""
+        """Order a checkpoint of the training run; return the checkpoint's folder when the checkpoint is complete. If
+        the newest step already has a checkpoint, return that checkpoint's folder immediately. Raises NotFound; Conflict
+        if no learner has the run; Unavailable after `timeout_s`."""
         from paceline.v1.run_pb2 import RunServiceCheckpointRequest
 
         request = RunServiceCheckpointRequest(run_id=run_id)
@@ -307,8 +309,8 @@ class Client(Connection):
             pause_s = min(2 * pause_s, 1.0)
 
     def events(self, run_id: str, *, kind: str | None = None, after: int = 0, quiet_s: float = 0.5) -> list[Event]:
-        """Return the events of a run until now, oldest first, of one `kind` or all. `watch` also yields later ones. For
-        a live run, the list ends after `quiet_s` without an event. Raises NotFound."""
+        """Return the events of a run until now, oldest first, of one `kind` or of all kinds. `watch` also yields later
+        events. For a live run, the list ends after `quiet_s` without an event. Raises NotFound."""
         events: list[Event] = []
         while True:
             has_ended = state_name(self.get(run_id)) in ENDED_STATES
@@ -385,9 +387,9 @@ class Client(Connection):
         timeout_s: float = 300.0,
     ) -> list[GeneratedCompletion]:
         """Return `n` completions of a prompt with the newest weights. By default, the sampling settings are those of
-        the worker's run. `worker` is the address of a rollout worker in `members()`; by default the one with the newest
-        weights. Raises Unavailable if there is none, NotFound for an address of no member, AccessDenied if another
-        program answers there, Conflict if it holds no weights yet, InvalidInput."""
+        the worker's run. `worker` is the address of a rollout worker in `members()`; by default the worker with the
+        newest weights. Raises Unavailable if there is no worker, NotFound for an address of no member, AccessDenied if
+        another program answers there, Conflict if the worker holds no weights yet, InvalidInput."""
         if n < 1 or (temperature is not None and temperature <= 0):
             raise InvalidInput(f"n is {n} and temperature {temperature}; both must be above 0")
         from paceline.v1 import rollout_pb2, rollout_pb2_grpc
@@ -429,8 +431,8 @@ class Client(Connection):
         }
 
     def _ask_worker(self, method: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
-        """Call a method of the worker at an address (default: the one of its role that has the newest weights), with a
-        ticket of the coordinator: a worker may give any address, so no token goes there."""
+        """Call a method of the worker at an address (default: the worker of that role with the newest weights). The
+        call has a ticket of the coordinator and no token, because a worker may give any address as its own."""
         from paceline.calls.proof import Credential
         from paceline.v1.access_pb2 import IssueTicketRequest
         from paceline.v1.access_pb2_grpc import AccessServiceStub
@@ -450,7 +452,7 @@ class Client(Connection):
         raise AssertionError("the last worker's answer is returned, or its error raised")
 
     def _workers_at(self, kind: str, address: str | None) -> list[Member]:
-        """Return the worker of a role that has the newest weights, or all that give `address`."""
+        """Return the worker of a role that has the newest weights, or all workers that give `address` as theirs."""
         from paceline.v1.common_pb2 import Role
 
         role = Role.Value(f"ROLE_{kind.upper()}")

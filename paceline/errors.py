@@ -76,7 +76,7 @@ class AccessDenied(PacelineError):
 
 
 class NotPermitted(PacelineError):
-    """The caller is known but may not make this call. Says who may."""
+    """The caller is known but may not make this call. The message says who may."""
 
 
 class NonFiniteLoss(PacelineError):

@@ -3,9 +3,10 @@
 Suffixes of array names: P prompt tokens, T completion tokens, C completions (samples) of a group, F reward functions, R
 transcripts of a group with an environment.
 
-Without an environment a group has one completion for each sample, all of one prompt. With one, a sample is an episode
-of several turns, and its tokens are in *transcripts*: the model reads and samples each as one growing sequence. An
-episode whose history is not an exact prefix of its continuation has several. Names in code and arrays say row.
+Without an environment a group has one completion for each sample, all of one prompt. With an environment, a sample is
+an episode of several turns, and its tokens are in *transcripts*: the model reads and samples each transcript as one
+growing sequence. An episode whose history is not an exact prefix of its continuation has several transcripts. In code
+and arrays, a transcript is called row.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MAX_HOLDERS = 64
 
 class Version(NamedTuple):
     """A policy version within a run: the learner session that made it and the step for which it was made. Step s starts
-    from version s and makes version s + 1. A later session starts publishing at the highest step that an earlier one
-    published, so versions are ordered as tuples, and their steps never fall."""
+    from version s and makes version s + 1. A later session starts publishing at the highest step that an earlier
+    session published, so versions are ordered as tuples, and their steps never fall."""
 
     session: int
     step: int
@@ -158,8 +159,9 @@ class Group:
         return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)
 
     def digest(self, like: str = "") -> str:
-        """XXH3-128 over prompt, tokens, log-probabilities and spans without their samplers, which identifies this text
-        in scores and receipts. `like` is a stored digest whose algorithm is used: ledgers before format 5 hold SHA-256."""
+        """The digest that identifies this text in scores and receipts: XXH3-128 over prompt, tokens, log-probabilities
+        and spans without their samplers. `like` is a stored digest whose algorithm is used: ledgers before format 5
+        hold SHA-256."""
         if len(like) == SHA256_DIGITS:
             return hashlib.sha256(b"".join(self._parts())).hexdigest()
         digest = xxhash.xxh3_128()
@@ -221,7 +223,8 @@ def cut_spans(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpa
 def continued_spans(
     begun: Sequence[VersionSpan], spans: Iterable[VersionSpan], sampler: str
 ) -> tuple[VersionSpan, ...]:
-    """Return the spans of a completion whose prefix has the spans `begun`. The parts of `spans` behind it get `sampler`."""
+    """Return the spans of a completion whose prefix has the spans `begun`. The parts of `spans` behind the prefix get
+    `sampler`."""
     start = begun[-1].end if begun else 0
     new = (span._replace(start=max(span.start, start), sampler=sampler) for span in spans if span.end > start)
     return (*begun, *new)

@@ -39,7 +39,7 @@ class RateLimitedLog:
 
 
 class SeldomFilter(logging.Filter):
-    """Passes each text of a library's log, without the text's arguments, once in `interval_s`."""
+    """Passes each text of a library's log once in `interval_s`; the text's arguments are not compared."""
 
     def __init__(self, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic):
         super().__init__()

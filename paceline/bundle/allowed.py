@@ -17,8 +17,8 @@ from paceline.spec.reading import code_paths, file_of
 
 def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]) -> str:
     """Return why the code of a bundle may not be used, as a sentence; empty if it may. `allowed` are the folders of
-    `--functions-from`; without any, all bundles may be used. If there are such folders, each file of code must equal
-    the file at the submitter's path on this machine, and that path must be below one of the folders."""
+    `--functions-from`. If there are none, all bundles may be used; else each file of code must equal the file at the
+    submitter's path on this machine, and that path must be below one of the folders."""
     if not allowed:
         return ""
     folders = [folder.expanduser().resolve() for folder in allowed]
@@ -52,8 +52,8 @@ def _origins(spec: RunSpec) -> dict[str, Path]:
 
 def refusal_of_files(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
     """Return why a file of code may not be used, as a sentence; empty if it may. Links are followed first. The file
-    must be below one of the folders `allowed`, those of `--functions-from`. Without any, it must be below the spec's
-    folder; a spec without a folder may name any file that is not withheld."""
+    must be below one of the folders `allowed`, those of `--functions-from`. If there are none, the file must be below
+    the spec's folder; a spec without a folder may name any file that is not withheld."""
     folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
     for name, code in code_paths(spec).items():
         file = Path(file_of(code)).expanduser().resolve()

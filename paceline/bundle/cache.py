@@ -41,7 +41,7 @@ class BundleCache:
 
 
 def _is_whole(root: Path, manifest: Manifest, key: StorageKey | None) -> bool:
-    """Return whether every file has the digest in the manifest and, if it is data and there is a key, is encrypted."""
+    """Return whether every file has the manifest's digest and, if there is a key, every data file is encrypted."""
     return root.is_dir() and all(
         _digest_of(root / file.path, key is not None and file.kind == "data") == file.sha256 for file in manifest.files
     )

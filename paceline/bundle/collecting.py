@@ -53,7 +53,8 @@ class _Found:
     size: int = 0
 
     def add(self, kind: Kind, name: str, bundled: str, path: Path) -> None:
-        """Check and add a file. A path added before keeps its kind, so code is not also data. Raises SpecError."""
+        """Check and add a file. A path that was added before keeps its kind, so no file is both code and data. Raises
+        SpecError."""
         if bundled not in self.files:
             size = _checked_size(name, path)
             self.files[bundled] = (kind, name, path)
@@ -63,8 +64,8 @@ class _Found:
 
     def _refuse(self, kind: Kind, name: str, path: Path, size: int) -> None:
         remedy = (
-            "give the data as a URL that the services can read (s3://…, gs://…, or file:///… where all of them see the "
-            "path), or raise bundle.max_mb"
+            "give the data as a URL that the services can read (s3://…, gs://…, or file:///… where all services see "
+            "the path), or raise bundle.max_mb"
             if kind == "data"
             else "name fewer files, or raise bundle.max_mb"
         )
@@ -77,10 +78,10 @@ class _Found:
 def collect(
     spec: RunSpec, data_of: Manifest | None = None, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED
 ) -> Bundle:
-    """Return the bundle of a spec. It is empty if all files that the spec names are elsewhere. With `data_of`, the data
-    files are those of that bundle and are not read. `prepared` replaces the data sets of a field. Raises SpecError,
-    which names the field and the file, for a link that leaves its folder, for a device, for a file that is
-    unreadable or changes meanwhile, and for files that are larger together than bundle.max_mb."""
+    """Return the bundle of a spec. The bundle is empty if this machine has none of the files that the spec names. With
+    `data_of`, the data files are those of that bundle and are not read. `prepared` replaces the data sets of a field.
+    Raises SpecError, which names the field and the file, for a link that leaves its folder, for a device, for a file
+    that is unreadable or changes meanwhile, and for files that are larger together than bundle.max_mb."""
     found = _Found(spec)
     kept = data_of.subset("data").files if data_of is not None else ()
     warnings = _add_code(found)
@@ -130,7 +131,8 @@ def _add_code(found: _Found) -> list[str]:
 
 
 def _not_included(found: _Found, source: Path) -> list[str]:
-    """Return a warning for each file beside a module that is named in the module and does not travel with the run."""
+    """Return a warning for each file that a module names, that is in the module's folder, and that does not travel with
+    the run."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [

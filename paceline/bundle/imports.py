@@ -46,7 +46,8 @@ def imports_of(file: Path) -> Imports:
 
 
 def literal_files(file: Path) -> set[str]:
-    """Return the string literals of a Python file that name other files in its folder, which it may read when run."""
+    """Return the string literals of a Python file that name other files in its folder: its code may read these files
+    when it runs."""
     return {
         node.value
         for node in ast.walk(_parsed(file))
@@ -103,7 +104,7 @@ def _absolute(package: str, module: str, level: int) -> str:
 
 
 def _beside(root: Path, name: str) -> set[Path]:
-    """Return the files of a module in `root`: all files of a package, none if the module is elsewhere."""
+    """Return the files of a module in `root`: all files of a package, none if `root` does not have the module."""
     top = name.partition(".")[0]
     if not top.isidentifier():
         return set()

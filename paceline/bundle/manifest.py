@@ -1,7 +1,8 @@
 """`Manifest`: the path, kind, size and SHA-256 of each file in a bundle. The digest of its text names the bundle. A
 manifest is untrusted, so `Manifest.read` refuses every path that could leave the folder in which it is unpacked.
-Files below the spec's folder keep their path below `folder/`, others are at `outside/<digest of their folder>/`, and
-data below `data/` likewise. Paths follow from the spec alone, so a stored spec keeps the submitter's paths."""
+Files below the spec's folder keep their path below `folder/`; files in other folders are at
+`outside/<digest of their folder>/`. Data files have such a path below `data/`. Paths follow from the spec alone, so a
+stored spec keeps the submitter's paths."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of `text` in hexadecimal, which names the bundle."""
+        """Name of the bundle: the SHA-256 of `text` in hexadecimal."""
         return hashlib.sha256(self.text).hexdigest()
 
     @property
@@ -226,9 +227,10 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
 
 
 def for_submitter(text: str, spec: RunSpec, local: RunSpec, root: Path | None, *, is_of_data: bool = True) -> str:
-    """Return the message `text` about the files of `local`, which is `spec` with paths into the bundle in `root`: with
-    the submitter's paths, and without quotations of files of this machine or of its stores, which came in no bundle. A
-    message that is not of data (`is_of_data`) keeps its quotations unless it names such a file."""
+    """Return the message `text` about the files of `local`, with the submitter's paths. `local` is `spec` with paths
+    into the bundle in `root`. Quotations from files that came in no bundle (files of this machine or of its stores) are
+    left out. If the message is not about data (`is_of_data` is false), its quotations stay unless it names such a
+    file."""
     names = [name for names in data_names(local).values() for name in names]
     names = [name for name in names if "://" in name or glob.has_magic(name) or os.path.exists(name)]  # not of the hub
     names += map(file_of, code_paths(local).values())

@@ -1,1 +1,1 @@
-"""Calls of the services: addresses, connections, tokens, errors and back-off."""
+"""Makes calls to services: addresses, connections, tokens, errors and back-off."""

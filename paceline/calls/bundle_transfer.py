@@ -91,7 +91,8 @@ def _put(channel: grpc.Channel, bundle: Bundle, missing: list[tuple[str, int]]) 
 
 
 def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
-    """Yield a file in parts from `offset` on, at least one. Raises SpecError if it is unreadable or has another size."""
+    """Yield a file in parts from `offset` on, at least one. Raises SpecError if the file is unreadable or has another
+    size."""
     from paceline.v1.bundle_pb2 import PutRequest
 
     if sha256 == bundle.manifest.digest:
@@ -154,10 +155,10 @@ def fetch_manifest(channel: grpc.Channel, digest: str) -> Manifest:
 def unpacked_spec(
     channel: grpc.Channel, spec: RunSpec, digest: str, *kinds: Kind, allowed: Sequence[Path] = ()
 ) -> tuple[RunSpec, HeldFolder]:
-    """Return the spec, and the folder in this user's cache that has the bundle's files of some kinds; the spec has the
-    paths of these files in the folder. The caller closes the folder. `allowed` are the folders of
-    `--functions-from`. Raises Unreadable for a damaged or missing file and for code that is not allowed;
-    Unavailable; InvalidInput for a malformed manifest."""
+    """Unpack the bundle's files of these kinds into a folder in this user's cache. Return the spec with the paths of
+    the unpacked files, and the folder. The caller closes the folder. `allowed` are the folders of `--functions-from`.
+    Raises Unreadable for a damaged or missing file and for code that is not allowed; Unavailable; InvalidInput for a
+    malformed manifest."""
     from paceline.bundle.cache import BundleCache
 
     def content(file: BundledFile) -> Iterator[bytes]:

@@ -1,5 +1,6 @@
-"""A connection to one coordinator: address, channel, and calls with a deadline that are retried while it is away.
-Failures are errors of paceline.errors with a message for the caller, never bare gRPC errors."""
+"""Connects to one coordinator: checks its address, opens a channel, and makes calls with a deadline that are retried
+while the coordinator is away. Failures are errors of paceline.errors with a message for the caller, never bare gRPC
+errors."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ LASTING = (
     "PERMISSION_DENIED",
     "RESOURCE_EXHAUSTED",
 )
-"""Statuses with which a call fails again when it is retried."""
+"""Statuses of failures that a retry of the call would repeat."""
 
 
 def status_name(error: grpc.RpcError) -> str:
@@ -95,7 +96,7 @@ def translated(
             "another with --coordinator"
         )
     if name == "UNIMPLEMENTED" and other is None:
-        return PacelineError(f"the Paceline of the coordinator at {coordinator} lacks this call; update it there")
+        return PacelineError(f"the Paceline of the coordinator at {coordinator} lacks this call; update Paceline there")
     if name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
         return Unavailable(f"the {other or f'coordinator at {coordinator}'} does not answer: {details}")
     if name == "RESOURCE_EXHAUSTED":

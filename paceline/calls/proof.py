@@ -1,11 +1,12 @@
-"""Proof of a token or a ticket by challenge and response, in both directions, so that neither travels.
+"""Proves possession of a token or a ticket by challenge and response, in both directions, so neither token nor ticket
+travels.
 
 A session begins with `AccessService/Prove`: the client offers the id of its key and a nonce, and the server answers
-with its own nonce and a proof that it knows the key. The session's key follows from the offer and both nonces. It signs
-each call and each answer, so a call costs no further round trip, and a program that takes the server's port later can
-neither use what it receives nor answer for the server.
+with its own nonce and a proof that it knows the key. The session's key follows from the offer and both nonces. This key
+signs each call and each answer, so a call costs no further round trip, and a program that takes the server's port later
+can neither use what it receives nor answer for the server.
 
-The key of a token is its SHA-256, which a coordinator stores; that of a ticket comes from the coordinator
+The key of a token is its SHA-256, which a coordinator stores; the key of a ticket comes from the coordinator
 (`services/common/access/sessions.py`). Promise: without a proof by the server no token, no ticket's key and no message
 is sent. If TLS has verified the server, a token is sent as it is.
 """
@@ -79,7 +80,8 @@ class Credential:
 
     @classmethod
     def of_token(cls, token: str, port: int, host: str = "") -> Credential:
-        """Return the credential of a token for the coordinator that listens on `port`, at `host` unless it is empty."""
+        """Return the credential of a token for the coordinator that listens on `port`, at `host` unless `host` is
+        empty."""
         key = hashlib.sha256(token.encode()).digest()
         return cls(key, COORDINATOR, token_id=token_id(key), port=port, host=host)
 
@@ -125,7 +127,7 @@ class Session:
         return ((SESSION, self._offer),)
 
     def open(self, answer: bytes) -> str:
-        """Take the server's answer to `Prove`. Return the reason why it proves nothing, empty if it does."""
+        """Take the server's answer to `Prove`. Return the reason why the answer is no proof; empty if it is one."""
         try:
             proven = access_pb2.ProveResponse.FromString(answer)
         except DecodeError:
@@ -168,7 +170,7 @@ def unproven(address: str, why: str) -> grpc.aio.AioRpcError:
 
 
 def is_unproven(error: Any) -> bool:
-    """Return whether `unproven` made an error."""
+    """Return whether an error was made by `unproven`."""
     return getattr(error, UNPROVEN, False) is True
 
 
@@ -177,8 +179,8 @@ def _again(error: Any) -> grpc.aio.AioRpcError:
 
 
 def judged(address: str, signed: Signed, error: Any) -> Any:
-    """Return the error to raise for a failed call: an error that does not prove the server counts only if it has one of
-    the statuses PASSING."""
+    """Return the error to raise for a failed call. An error that needs a proof of the server and has none is replaced
+    by `unproven`, unless its status is one of PASSING."""
     if not signed.answer or error.code().name in PASSING or is_unproven(error):
         return error
     if signed.is_proven(error.trailing_metadata()):
@@ -191,9 +193,7 @@ def refused(address: str, error: Any) -> Any:
     if error.code().name in PASSING:
         return error
     if error.code().name == "UNIMPLEMENTED":
-        return unproven(
-            address, "it knows no proof; Paceline before 0.2.0 knows none either, and needs an update or TLS"
-        )
+        return unproven(address, "it does not support proofs; if it runs Paceline before 0.2.0, update it or use TLS")
     return unproven(address, f"it says {error.details() or error.code().name}")
 
 
@@ -362,8 +362,8 @@ class AioProver:
             self._session = None
 
     async def call(self, method: str, make: Callable[[Any], Awaitable[T]], timeout_s: float = PROVE_S) -> T:
-        """Return the answer of a call with one request, which `make` begins with these metadata. A proof may take
-        `timeout_s`. Raises grpc.aio.AioRpcError."""
+        """Return the answer of a call with one request; `make` begins the call with the metadata that it gets. A proof
+        may take `timeout_s`. Raises grpc.aio.AioRpcError."""
         import grpc
 
         for attempt in range(2):

@@ -1,7 +1,7 @@
 """The token of one coordinator's services and clients: 32 random bytes in a file of mode 0600. Only users who can read
-the file may submit runs, and a run executes the submitter's code. The coordinator makes the file in its directory;
-all others read it at the path given by `--token-file` or PACELINE_TOKEN_FILE, else at `runs/token`. Calls prove the
-token (`paceline/calls/proof.py`); it travels only to a server that TLS has verified, as gRPC metadata
+the file may submit runs, and a run executes the submitter's code. The coordinator makes the file in its directory; all
+other processes read it at the path given by `--token-file` or PACELINE_TOKEN_FILE, else at `runs/token`. Calls prove
+the token (`paceline/calls/proof.py`); it travels only to a server that TLS has verified, as gRPC metadata
 (`authorization: Bearer …`), and is never on a command line."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PORT_VARIABLE = "PACELINE_COORDINATOR_PORT"
 that has another port or address."""
 KEY = "authorization"
 MAX_FILE_BYTES = 65_536
-"""Largest size of a token's file; a larger file is none."""
+"""Largest size of a token's file; a larger file counts as a file without a token."""
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -85,9 +85,10 @@ def is_same(token: str, other: str) -> bool:
 def known_token(
     address: str, path: Path | None = None, folder: TlsFolder | None = None, token: str = ""
 ) -> Callable[[], Credential | Metadata]:
-    """Return a function that returns the credential of the next call to the coordinator at `address`: that of the token
-    at `path`, read again each time, or of `token`. If TLS verifies the server, it returns the token as metadata; else it
-    refuses without a token, with which alone the server can be verified. Raises InvalidInput for the port."""
+    """Return a function that returns the credential of the next call to the coordinator at `address`. The credential is
+    for `token`, or for the token at `path`, which is read again each time. If TLS verifies the server, the function
+    returns the token as metadata. Without TLS only a token can verify the server, so without both the function refuses
+    the call. Raises InvalidInput for a malformed port."""
     from paceline.calls.proof import Credential
 
     named = os.environ.get(PORT_VARIABLE)
@@ -128,8 +129,8 @@ def open_channel(
     *,
     known: Callable[[], Credential | Metadata] | None = None,
 ) -> grpc.Channel:
-    """Return a channel to a service whose calls prove the token at `path`, or what `known` returns. It is encrypted if
-    `folder` or the environment names certificates; then the token is sent as it is."""
+    """Return a channel to a service whose calls prove the token at `path`, or what `known` returns. The channel is
+    encrypted if `folder` or the environment names certificates; then the token is sent as it is."""
     from paceline.calls.proof import ProvenChannel
 
     renewed = RenewedChannel(lambda: open_plain_or_tls(address, options, folder), folder)

@@ -1,7 +1,7 @@
 """Parses an answer's content, reasoning and tool calls from the model's text as it streams. Promise: the joined parts
-do not depend on how the text was split, no text is lost but the marks and the white space beside them, and no
-returned part changes later. A call is therefore returned when it is complete; text that begins like a call but is
-not one becomes content, word for word."""
+do not depend on how the text was split, no text is lost except the marks and the white space beside them, and no
+returned part changes later. A call is therefore returned when it is complete; text that begins like a call but is not
+one becomes content, word for word."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AnswerReader:
     """True if the prompt ends within the reasoning."""
     tools: Sequence[Json] = ()
     max_calls: int | None = None
-    """Largest number of calls to return; the client wants no more, so the others are left out."""
+    """Largest number of calls to return; later calls are left out, because the client wants no more."""
     malformed: list[Malformed] = field(default_factory=list)
     num_calls: int = 0
     _held: str = ""

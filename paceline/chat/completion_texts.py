@@ -89,8 +89,8 @@ def answer_of(text: str) -> str:
 
 def message_text(message: Mapping[str, Any], *, in_reasoning: bool = False) -> str:
     """Return an assistant's message as its model wrote it: reasoning, content and calls, with the usual marks around
-    the first and the last. Raises TypeError for content that is neither text nor a list of parts. in_reasoning: the
-    chat template opened the reasoning, so the text has `</think>` alone."""
+    reasoning and calls. Raises TypeError for content that is neither text nor a list of parts. in_reasoning: the chat
+    template opened the reasoning, so the text has `</think>` alone."""
     text = _content_text(message.get("content"))
     calls = "\n".join(map(_call_text, message.get("tool_calls") or ()))
     text = f"{text}\n{calls}" if text and calls else text or calls
@@ -130,8 +130,8 @@ def _told_apart(tokenizer: Any) -> SpecialTokens:
 
 def _framing(tokenizer: Any, specials: set[str]) -> set[str]:
     """Return the special tokens that the chat template writes around messages. A tag counts only beside the content of
-    a role other than the assistant (`[INST]`). Elsewhere the model is to write it, such as `<think>` at the
-    beginning of its turn or `<answer>` in a system prompt."""
+    a role other than the assistant (`[INST]`). In other positions a tag is text that the model is to write, such as
+    `<think>` at the beginning of its turn or `<answer>` in a system prompt."""
     found: set[str] = set()
     for text in _probes(tokenizer) if specials and tokenizer.chat_template else ():
         for special in (each for each in specials - found if each in text):

@@ -85,7 +85,8 @@ class Probe:
         return mentions(self.source, "tool_calls") and self.renders([call], "assistant", "tool_calls")
 
     def writes_role(self, role: str) -> bool:
-        """Return whether the name of a role is in the text of its messages, as in a template that writes any role."""
+        """Return whether the rendered messages of a role contain the role's name, as with a template that writes any
+        role."""
         as_role, as_user = (self._text([{"role": each, "content": _ANSWER}]) or "" for each in (role, "user"))
         return as_role.count(role) > as_user.count(role)
 

@@ -1,1 +1,1 @@
-"""Data sets: rows of prompts, examples of supervised training, and their tokens."""
+"""Reads data sets: rows of prompts, examples of supervised training, and the tokens of both."""

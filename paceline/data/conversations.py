@@ -2,8 +2,8 @@
 
 The chat template marks the assistant's text (`{% generation %}`). Without marks, the text is what a message of the
 assistant adds to the rendering of the messages before, opened for an answer. Promise: every answer is trained with a
-token at which sampling stops, or with the template's end of a turn; in the second case the last answer has such a token
-after its end. So the model learns to stop, and no token is trained that begins outside an answer.
+token at which sampling stops, or with the template's end of a turn; in the second case a token at which sampling stops
+follows the last answer. So the model learns to stop. No token that begins outside an answer is trained.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def encode_conversation(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> tuple[IntArray, np.ndarray]:
     """Return ([T] token ids, [T] bool: written by the assistant) of a conversation up to the end of its last answer.
-    Raises InvalidInput for a template without marks whose earlier messages depend on later ones, and for one whose
-    answers may end without a token at which sampling stops."""
+    Raises InvalidInput if a template without marks renders a message in a way that depends on later messages, or if an
+    answer may end without a token at which sampling stops."""
     if not tokenizer.chat_template:
         raise InvalidInput("the tokenizer has no chat template, which conversations need; use another tokenizer")
     if GENERATION_MARK.search(str(tokenizer.chat_template)):

@@ -36,7 +36,7 @@ MARK = r"<[^<>\s]*start[^<>\s]*>\w*|<[|｜][^<>]*[|｜]>|</?\w[^<>\s]*>|\[/?[A-Z
 WRITTEN = re.compile(rf"{MARK}|\s+|(?:(?!{MARK})\S)+")
 """Units of a text: marks, white space, and text between them. A pair's common beginning never ends within a unit."""
 WORDS = re.compile(rf"{MARK}|\s+|[\w\u0300-\u036f]+|(?:(?!{MARK})[^\w\s])+")
-"""Shorter units than those of WRITTEN, for texts without white space."""
+"""Units for texts without white space, shorter than the units of WRITTEN."""
 
 
 class Demonstration(NamedTuple):
@@ -125,7 +125,8 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
 
 def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
     """Return the number in the column `data.preference_key` (-1 if it is unset): below 0 if the completion of
-    `chosen_key` is better, above 0 if that of `rejected_key` is, 0 if neither is better. Raises DataError."""
+    `chosen_key` is better, above 0 if the completion of `rejected_key` is better, 0 if neither is better. Raises
+    DataError."""
     if data.preference_key is None:
         return -1.0
     value = as_number(row.get(data.preference_key))
@@ -222,9 +223,9 @@ def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
 
 
 def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[str]]:
-    """Return the common beginning of texts up to the last position at which all may be split, and the remainders. A
-    space there belongs to the remainder, as in TRL, because tokens of words begin with it."""
-    first, last = min(whole), max(whole)  # the beginning of these two is that of all
+    """Return the common beginning of texts up to the last position at which all texts may be split, and the remainders.
+    A space at the split belongs to the remainder, as in TRL, because tokens of words begin with it."""
+    first, last = min(whole), max(whole)  # the common beginning of these two is common to all
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     common = min(common, min(map(len, whole)) - 1)  # each text continues after it
     prompt = ""

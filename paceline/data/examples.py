@@ -103,8 +103,8 @@ def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
 
 
 def checked_rows(spec: RunSpec, *, validation: bool = False) -> Rows:
-    """Return the rows of the training (or validation) data after checking that the algorithm can read each. Pairs in
-    which neither completion is better are left out. Raises DataError, Unreadable as `open_source` does."""
+    """Return the rows of the training (or validation) data after checking that the algorithm can read each row. Pairs
+    in which neither completion is better are left out. Raises DataError, Unreadable as `open_source` does."""
     data, source = spec.data, spec.data.source(validation=validation)
     if spec.examples is None:
         return prompt_rows(data, validation=validation, has_tools=spec.prompts_have_tools)
@@ -213,7 +213,7 @@ def _without_tools(table: Any) -> Mask:
 
 
 def _read_masked(row: dict[str, Any], spec: RunSpec) -> None:
-    """Check a demonstration. Raises DataError, also if the assistant's messages train and the row has no messages."""
+    """Check a demonstration. Raises DataError, also if `sft.loss_mask` is `assistant` and the row has no messages."""
     if spec.sft.loss_mask == "assistant" and conversation_key(row, spec.data) is None:
         raise DataError(
             "sft.loss_mask is 'assistant', but the row has no conversation; name its column with data.messages_key, or set "
@@ -257,7 +257,8 @@ UNDECIDED = "neither completion is better"
 
 
 class DecidedPairs:
-    """Checked pairs without undecided ones (`data.preference_key` is 0). Only the indices of pairs are in memory."""
+    """Checked pairs without the undecided pairs, in which `data.preference_key` is 0. Only the indices of pairs are in
+    memory."""
 
     def __init__(self, rows: Rows, data: DataSection, field: str) -> None:
         """Raise DataError that names `field` if a data set has no pair with a better completion."""

@@ -1,6 +1,6 @@
 """Recognises the formats of data sets by the columns of a row: those of TRL, of NeMo RL, and traces. The style of a
-format is *standard* if its texts are texts, *conversational* if they are chat messages. Promise: formats are named
-by the same rules by which rows are read, so a description of a data set matches what is trained."""
+format is *standard* if prompts and completions are texts, *conversational* if they are chat messages. Promise: formats
+are named by the same rules by which rows are read, so a description of a data set matches what is trained."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 
 The types show which nulls a file format added to the arguments of tool calls. A column of a table (Parquet, Arrow)
 holds objects of one shape: if one call has `city` and another one `zip`, each gets both, one of them null. A JSON file
-written from a table has them too. A null was certainly added if the tool's definition has no such parameter, or one
-that cannot be null. It is certainly meant if the parameter is required and can be null. Any other null is removed from
-rows of tables and kept in rows of JSON files, each with one warning. Arguments as JSON text have no added nulls.
+written from a table has such nulls too. A null was certainly added by the file format if the tool's definition has no
+such parameter, or if the parameter cannot be null. A null certainly belongs to the call if the parameter is required
+and can be null. Any other null is removed from rows of tables and kept in rows of JSON files, each with one warning.
+Arguments as JSON text have no added nulls.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def parameters_of(name: str, tools: Sequence[Any]) -> Json:
 
 
 def alternatives(schema: Any, root: Any) -> list[Json]:
-    """Return the schemas without references and combinations; a value must fit one. A schema without keywords, or
-    beyond the limits, allows everything. References begin at `root`."""
+    """Return the schemas without references and combinations; a value must fit one of them. A schema without keywords,
+    or beyond the limits, allows everything. References begin at `root`."""
     return _Reader(root).alternatives(schema, 0)
 
 

@@ -7,8 +7,8 @@ read message changes nothing. `for_template` adapts read messages to one templat
 
 | message | the template gets |
 |---|---|
-| a role that it does not write | its other name: `developer` is `system`, `function` is `tool`; else a refusal |
-| reasoning | the name that it reads, `reasoning_content`, `reasoning` or `thinking`; none: a refusal |
+| a role that it does not know | its other name: `developer` is `system`, `function` is `tool`; else a refusal |
+| reasoning | the field that it reads: `reasoning_content`, `reasoning` or `thinking`; a refusal if it reads none |
 | calls | a refusal if it does not write them: it reads no `tool_calls`, or asks for a null content, which transformers leaves out |
 | results of tools | in the order of their calls, if it reads no `tool_call_id` |
 """
@@ -336,7 +336,7 @@ def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Jso
 
 def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
     """Return messages with the results of tools in the order of their calls, for a template that writes no ids. Raises
-    InvalidInput if the results are not those of the calls before them."""
+    InvalidInput if the results do not belong to the calls before them."""
     ordered: list[Json] = []
     block: list[Json] = []
     ids: list[Any] = []

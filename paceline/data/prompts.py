@@ -102,7 +102,7 @@ class PromptSource:
 
 def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_tools: bool = True) -> PromptSource:
     """Return the training (or validation) prompts. With `has_tools` the chat template gets the tools of a row. Raises
-    DataError for no rows, a malformed row or no prompt column; Unreadable for missing data."""
+    DataError if there are no rows, a row is malformed or the prompt column is missing; Unreadable for missing data."""
     rows: Rows
     if data.streaming and not validation:
         check_prepared(data)
@@ -195,8 +195,9 @@ class Mixture:
         return sorted({self.index(cursor) for cursor in range(num_draws)})
 
     def _mix(self, block: int) -> None:
-        """Compute the part of each draw in a block, and the number of earlier draws of its part. Part p with n draws
-        has one at a random position in each n-th of the block (stratified sampling), to keep weights in short runs."""
+        """Compute the part of each draw in a block, and the number of earlier draws of the same part. A part with n
+        draws gets one draw at a random position in each n-th of the block (stratified sampling), to keep weights in
+        short runs."""
         rng = np.random.default_rng((self._seed, block, 0, 1))
         places = [(np.arange(number) + rng.random(number)) / number for number in self._shares]
         parts = np.repeat(np.arange(len(places)), self._shares)

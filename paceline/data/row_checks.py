@@ -1,6 +1,6 @@
 """Checks single rows, and scans whole tables by columns. Each check of a row raises DataError with the column, the
-value and a remedy. Column operations find the rows of a table that certainly pass, in seconds for a million rows;
-the others are checked one by one. Promise: a scan never accepts a row that the check of single rows refuses. In a
+value and a remedy. Column operations find the rows of a table that certainly pass, in seconds for a million rows; all
+other rows are checked one by one. Promise: a scan never accepts a row that the check of single rows refuses. In a
 column of an unknown form no row certainly passes."""
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def check_row(check: Check | None, row: dict[str, Any], where: str) -> None:
 
 
 def doubtful_rows(dataset: Any, check: RowCheck) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield index and columns of the rows of a `datasets.Dataset` that the scan does not pass."""
+    """Yield index and columns of each row of a `datasets.Dataset` for which the scan does not show that it passes the
+    check."""
     columns = [name for name in dataset.column_names if check.columns is None or name in check.columns]
     if not columns:
         return
@@ -70,7 +71,8 @@ def doubtful_rows(dataset: Any, check: RowCheck) -> Iterator[tuple[int, dict[str
 
 
 def holds_json(dataset: Any) -> bool:
-    """Return whether some values of a `datasets.Dataset` are stored as JSON, so that every object has its own keys."""
+    """Return whether some values of a `datasets.Dataset` are stored as JSON, so that objects may have different
+    keys."""
     return "Json(" in repr(dataset.features)
 
 
@@ -116,7 +118,7 @@ def different(table: pa.Table, name: str, other: str) -> Mask:
 
 def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
     """Return [N] whether two columns of conversations certainly have a common beginning and then differ: equally many
-    messages, the same first one, another last one. Both must be `texts`."""
+    messages, the same first message, different last messages. Both columns must be `texts`."""
     one, two = table[name], table[other]
     if _is_text(one.type) or _is_text(two.type):
         return np.zeros(table.num_rows, bool)
@@ -236,8 +238,9 @@ def _unequal(one: npt.NDArray[np.object_], two: npt.NDArray[np.object_]) -> Mask
 
 
 def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
-    """Return the check that every row has a usable prompt (with an empty `data.prompt_key`: no prompt), or the columns
-    that make one. NeMo RL's `input` is a prompt too. With `has_tools` the chat template gets a row's tools."""
+    """Return the check that every row has a usable prompt, or the columns from which a prompt is made. With an empty
+    `data.prompt_key`, rows need no prompt. NeMo RL's `input` is a prompt too. With `has_tools` the chat template gets a
+    row's tools."""
     if is_made(data):
         return RowCheck(
             lambda row: check_text(prompt_of(row, data)[0], data.prompt_key),

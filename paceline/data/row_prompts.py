@@ -41,7 +41,7 @@ TEXTS, LETTER = "answer_choices", "answer_letter"
 
 def with_choices(row: Mapping[str, Any], section: ChoicesSection) -> dict[str, Any]:
     """Return the row with its answers in the column `answer_choices` and the right letter in `answer_letter`. Raises
-    DataError: no column, fewer than two answers, or a right answer that is not among them."""
+    DataError if a column is missing, if there are fewer than two answers, or if the right answer is not among them."""
     texts, labels = _answers(row, section.keys)
     if not 2 <= len(texts) <= len(LETTERS):
         raise DataError(
@@ -105,7 +105,8 @@ CHOICES = "choices"
 
 
 def is_made(data: DataSection) -> bool:
-    """Return whether prompts or columns are made from a row, so that one column does not show whether it is usable."""
+    """Return whether prompts or columns are made from a row, so that no single column shows whether the row is
+    usable."""
     return data.prompt_template is not None or data.choices is not None
 
 

@@ -4,8 +4,9 @@ A file is indexed and not kept in memory: row i is read on request. Promise: ope
 line or row number, before anything trains on it.
 
 The first line of a CSV file names the columns. A column has numbers (or truth values) if all its filled cells have;
-empty cells are null. Every other column is text (`007`, `1,5` and dates stay unchanged). So is a column with a number
-in another spelling (`0.50`, `1e5`), because such values are compared with texts; its empty cells are null too.
+empty cells are null. Every other column is text (`007`, `1,5` and dates stay unchanged). A column with a number in
+another spelling (`0.50`, `1e5`) is text as well, because such values are compared with texts; its empty cells are null
+too.
 
 Files of a store are copied to a bounded cache on this machine, once for each version of a file, because rows are read
 one by one: `PACELINE_DATA_CACHE` (default `~/.cache/paceline/data`), bounded by `PACELINE_DATA_CACHE_MB`. With a
@@ -251,8 +252,8 @@ def names_files(name: str) -> bool:
 
 def files_of(name: str, field: str) -> Iterator[Path]:
     """Yield the local files of `name`, the value of `field`; those of a glob in the order of their names. A copy of a
-    store's file exists until the next one is requested, and beyond that while it is open. Raises Unreadable if there
-    are none or the store cannot be reached; SpecError for a scheme that fsspec does not know."""
+    store's file exists until the next file is requested, or longer if the copy is still open. Raises Unreadable if
+    there are none or the store cannot be reached; SpecError for a scheme that fsspec does not know."""
     if is_url(name):
         yield from _stored_files(name, field)
         return

@@ -140,8 +140,8 @@ def _part(splits: Any, split: str, where: str, streaming: bool) -> Any:
 
 
 def _check_files(builder: str | None, name: str, config: str | None) -> None:
-    """Check the files of a table or a folder, and those that the card of a folder or of the hub names elsewhere, before
-    `datasets` opens them by name. Raises OSError for a withheld file, errors of `datasets`."""
+    """Check the files of a table or a folder before `datasets` opens them by name, also files at other places that the
+    card of a folder or of a hub data set names. Raises OSError for a withheld file, errors of `datasets`."""
     import datasets
 
     check_named(name)
@@ -238,7 +238,8 @@ class StreamedRows:
         shuffle: bool,
         retry_s: float = RETRY_S,
     ) -> None:
-        """Read the first block. Raises DataError if it has no rows or an unusable first row, and errors of `tables`."""
+        """Read the first block. Raises DataError if the block has no rows or its first row is unusable, and errors of
+        `tables`."""
         self._name, self._check, self._seed, self._shuffle = name, check, seed, shuffle
         self._block_rows, self._tables, self._retry_s = block_rows, _Tables(tables), retry_s
         self.fingerprint = f"stream of {name}"
@@ -288,7 +289,8 @@ class StreamedRows:
         return self._blocks[number]
 
     def _read(self, number: int) -> list[Row]:
-        """Return the usable rows of a block; leave out the others with a warning. Raises DataError for none."""
+        """Return the usable rows of a block; leave out unusable rows with a warning. Raises DataError if no row is
+        usable."""
         first = number * self._block_rows
         rows, usable, faults = self._tables.rows(first, self._block_rows), [], []
         for index, row in enumerate(rows, start=first):
@@ -301,7 +303,8 @@ class StreamedRows:
                     raise DataError(f"the stream {self._name!r}, {faults[0]}") from None
         if faults:
             log.warning(
-                "%d of %d rows of the stream %r cannot be used, so others of their block are drawn; the first is %s",
+                "%d of %d rows of the stream %r cannot be used, so other rows of their block are drawn; the first "
+                "fault: %s",
                 len(faults),
                 len(rows),
                 self._name,

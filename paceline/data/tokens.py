@@ -135,8 +135,8 @@ def encode_prompt(
 ) -> IntArray:
     """Return [P] token ids of a prompt: messages by the chat template, text unchanged. A prompt that ends with the
     assistant is continued, as by transformers' `continue_final_message`. `template` is data.apply_chat_template,
-    `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools for the template. Raises
-    InvalidInput: no template although one is needed, no tokens, or any error of tokenizer or template."""
+    `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools for the template. Raises InvalidInput
+    if a template is needed and missing, if there are no tokens, and for any error of tokenizer or template."""
     text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
     return np.array(_prompt_ids(tokenizer, prompt, template, text), np.int32)
 
@@ -173,8 +173,8 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def _begun(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text behind the special tokens that the tokenizer puts before every text, unless the text
-    begins with them itself. Special tokens behind a text are left out."""
+    """Return the tokens of a text, preceded by the special tokens that the tokenizer puts before every text. If the
+    text itself begins with these special tokens, they are not repeated. Special tokens behind a text are left out."""
     ids = ids_of(tokenizer, text)
     probe = "a" if ids_of(tokenizer, "a") else text
     alone, whole = ids_of(tokenizer, probe), list(tokenizer(probe)["input_ids"])
@@ -199,8 +199,8 @@ def changed_text(tokenizer: Any, parts: Iterable[Any]) -> tuple[str, str] | None
 def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: str) -> IntArray:
     """Return [K] tokens of a text that continues the tokens `before`. Tokenizers may add white space at the beginning
     of a text (SentencePiece's dummy prefix, `add_prefix_space`), which is wrong within a sequence. So the text is
-    encoded behind the last token, if that is a mark, else behind a text whose tokens the tokenizer keeps, and only
-    the tokens after those are returned."""
+    encoded behind the last token if that token is a mark, else behind a text whose tokens the tokenizer keeps. Only the
+    tokens after this beginning are returned."""
     anchors: Sequence[str] = ANCHORS
     last = None if len(before) == 0 else tokenizer.added_tokens_decoder.get(int(before[-1]))
     if last is not None:
@@ -303,8 +303,8 @@ def reads_tools(template: str) -> bool:
 
 @contextlib.contextmanager
 def refusals(source: str, about: str) -> Iterator[None]:
-    """Turn every error of a tokenizer or its template into InvalidInput with its type and text, because it concerns the
-    text. The excerpt comes last, so that equal faults begin alike."""
+    """Turn every error of a tokenizer or its template into InvalidInput with its type and text, because the error
+    concerns the text. The excerpt comes last, so that equal faults begin alike."""
     try:
         yield
     except BaseException as error:
@@ -334,9 +334,9 @@ def encode_exchange(
     stops: frozenset[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Return ([P], [T]) token ids of a prompt and its completion, which ends where sampling would (at the end of
-    sequence, or one of `stops`) unless it was cut off (`ends` is false). A completion of messages is what the chat
-    template adds to the prompt, and a new turn even behind the assistant's. Raises InvalidInput if the template
-    changes the prompt once an answer follows, because the trained prompt would differ."""
+    sequence, or one of `stops`) unless it was cut off (`ends` is false). A completion of messages is the text that the
+    chat template adds to the prompt; it begins a new turn even after a turn of the assistant. Raises InvalidInput if
+    the template changes the prompt once an answer follows, because the trained prompt would differ."""
     if isinstance(completion, str):
         text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
         ids = _prompt_ids(tokenizer, prompt, template, text)
@@ -360,7 +360,8 @@ def encode_exchange(
 
 
 def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, begins: bool) -> list[int]:
-    """Return the tokens of a text after a prompt: those in the whole text, if that begins with the prompt's tokens."""
+    """Return the tokens of a text after a prompt: its tokens in the whole text, if the whole text begins with the
+    prompt's tokens."""
     with refusals("the tokenizer", f"the completion {text!r:.60}"):
         whole = (_begun if begins else ids_of)(tokenizer, prompt + text)
     if whole[: len(prompt_ids)] == prompt_ids:
@@ -370,7 +371,8 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
     """Return the number of tokens up to and including the last one at which sampling stops; None without such a token,
-    or if text follows it. White space may follow, and text without `message` (the message's text, if it has one)."""
+    or if text follows it. White space may follow the token. If `message` (the message's text) is not empty, text that
+    does not contain it may follow too."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:

@@ -144,7 +144,7 @@ def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
 
 
 def _reward_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the reward: for TRL those of its reward functions; none if no name is standard."""
+    """Return the columns of the reward: for TRL the columns of its reward functions; none if no name is standard."""
     if REWARD_KEY in row:
         return (REWARD_KEY,)
     if not row.keys() >= TRL_COLUMNS:
@@ -180,8 +180,8 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
 
 
 class TraceGroups:
-    """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds only numbers. A trace of an own export
-    that names a group belongs to that group, any other trace to the group of its prompt."""
+    """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds only numbers. A trace of Paceline's own
+    export that names a group belongs to that group, any other trace to the group of its prompt."""
 
     columns: tuple[str, ...] = ("traces",)
 

@@ -2,10 +2,10 @@
 
 Layout of a file: 8 bytes of magic, 8 bytes of the key's name, a salt of 16 bytes, then chunks of 65,536 bytes of
 plaintext (the last has fewer), each followed by a tag of 16 bytes. The file's key is derived from the storage key and
-the salt. A chunk is sealed with AES-256-GCM; its nonce is its index and whether it is the last, and the header is
-authenticated with it. A chunk that was changed, moved, repeated or cut off is therefore detected on reading (the STREAM
-construction of Hoang, Reyhanitabar, Rogaway and Vizár, "Online Authenticated-Encryption and its Nonce-Reuse
-Misuse-Resistance", 2015).
+the salt. A chunk is sealed with AES-256-GCM; its nonce has the chunk's index and says whether the chunk is the last,
+and the header is authenticated with each chunk. A chunk that was changed, moved, repeated or cut off is therefore
+detected on reading (the STREAM construction of Hoang, Reyhanitabar, Rogaway and Vizár, "Online Authenticated-Encryption
+and its Nonce-Reuse Misuse-Resistance", 2015).
 
 A record is 12 bytes of a random nonce, then the ciphertext of AES-256-GCM with its tag of 16 bytes. Its context, such
 as the file's name and the position, is authenticated with it, so a moved record is refused. At most 2^32 records may be
@@ -183,7 +183,8 @@ def decrypting(source: IO[bytes], key: StorageKey | None, name: str) -> IO[bytes
 
 def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
     """Return a reader of the plaintext of a file that may be encrypted: `source` from its beginning, or a reader that
-    decrypts it with this process's key. Raises WrongKey, InvalidInput (unreadable key), and closes `source`."""
+    decrypts it with this process's key. Raises WrongKey, or InvalidInput for an unreadable key, after closing
+    `source`."""
     try:
         source.seek(0)
         start = source.read(len(MAGIC))
@@ -215,7 +216,7 @@ def decrypt(data: bytes, key: StorageKey | None, name: str) -> bytes:
 
 
 def wrong_key(name: str, encrypted_with: bytes, key: StorageKey | None, remedy: str = REMEDY) -> WrongKey:
-    """Return the error for the file `name` whose key is not the given one."""
+    """Return the error for the file `name`, which is encrypted with another key than the given key."""
     if key is None:
         return WrongKey(f"{name} is encrypted with the key {encrypted_with.hex()}, and no key is given; {remedy}")
     return WrongKey(f"{name} is encrypted with the key {encrypted_with.hex()}, not with {key.name.hex()}; {remedy}")

@@ -1,1 +1,1 @@
-"""Files and folders: local ones, object stores, caches, and the names of a run's files."""
+"""Reads and writes local files, object stores and caches, and names the files of a run."""

@@ -1,14 +1,15 @@
 """`BoundedCache`: folders on this machine with a limit on their total size, for all processes of a user.
 
-Each entry is a folder with two locks beside it. A process that uses the folder holds the first lock shared, so that it
-is not removed; the process that fills it holds the second lock exclusively. Unused entries are removed, least recently
-used first. An entry is made under another name and renamed when complete, also while others still read the damaged one
-that it replaces. The spool is a folder beside the caches for files on their way to an object store, without backup.
+Each entry is a folder with two locks beside it. A process that uses the folder holds the first lock shared, so that the
+folder is not removed; the process that fills it holds the second lock exclusively. Unused entries are removed, least
+recently used first. An entry is made under another name and renamed when complete, also while other processes still
+read the damaged entry that it replaces. The spool is a folder beside the caches for files on their way to an object
+store, without backup.
 
 `open_copies` copies files of an object store into a cache, one folder for each version of a set of files. Promise: a
-copy has the size that the store reports, and is verified whenever its folder is opened: by content up to HASHED_BYTES,
-beyond that by size and modification time, because hashing the weights of a large model takes minutes. A damaged copy is
-fetched again.
+copy has the size that the store reports, and is verified whenever its folder is opened: a file of up to HASHED_BYTES by
+content, a larger file by size and modification time, because hashing the weights of a large model takes minutes. A
+damaged copy is fetched again.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class BoundedCache:
             shutil.rmtree(damaged, ignore_errors=True)
 
     def _make_room(self, name: str, size: int, lock: int) -> None:
-        """Remove unused entries until the new one has room, and reserve the room. Raises Unreadable, Unavailable."""
+        """Remove unused entries until the new entry has room, and reserve the room. Raises Unreadable, Unavailable."""
         kind = self._kind
         what = f"the {kind.name}'s files are {size >> 20} MB, and "
         if size > self._max_bytes:
@@ -216,7 +217,8 @@ class BoundedCache:
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
                     raise Unavailable(
-                        f"another process has been filling the {self._kind.name}'s folder for {self._kind.wait_s:g} s"
+                        f"another process has been filling the {self._kind.name}'s folder for {self._kind.wait_s:g} s; "
+                        "retry later"
                     ) from None
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.25)
@@ -228,8 +230,8 @@ DEFAULT_MB = 65_536
 
 
 def spool_folder() -> Path:
-    """Return the folder that PACELINE_SPOOL names, else `paceline/spool` in the user's cache. Raises Unreadable for one
-    that others could change, OSError."""
+    """Return the folder that PACELINE_SPOOL names, else `paceline/spool` in the user's cache. Raises OSError;
+    Unreadable for a folder that others could change."""
     named = os.environ.get(FOLDER_VARIABLE)
     return own_folder(Path(named) if named else _in_user_cache("spool"), FOLDER_VARIABLE)
 
@@ -238,8 +240,8 @@ COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use_own_compiled_code() -> None:
-    """Have torch keep compiled code, which it loads again, in a folder of this user: by default in the user's cache,
-    not in a predictable one for temporary files. Raises Unreadable, OSError as `spool_folder` does."""
+    """Make torch keep the compiled code that it loads again in a folder of this user: by default in the user's cache,
+    not in a folder for temporary files with a predictable name. Raises Unreadable, OSError as `spool_folder` does."""
     named = os.environ.get(COMPILED_VARIABLE)
     os.environ[COMPILED_VARIABLE] = str(
         own_folder(Path(named) if named else _in_user_cache("inductor"), COMPILED_VARIABLE)
@@ -274,7 +276,8 @@ RECORD = ".copies.json"
 _TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 
 Entries = Mapping[str, Mapping[str, Any]]
-"""Maps the name of a copy to its file's description, as from the store's `ls`: `name`, `size` and a tag or time."""
+"""Maps the name of a copy to a description of the store's file, as the store's `ls` gives it: `name`, `size` and a tag
+or time."""
 
 
 def open_copies(

@@ -34,8 +34,8 @@ def tokenizer_source(name: str) -> str:
 
 def model_source(name: str, field: str = "policy.model_name", *, weights: bool = False, config: bool = True) -> str:
     """Return the local folder of a model, or its name on the hub, for transformers' `from_pretrained`. `field` is the
-    spec's key, for messages. The folder of a URL holds all files except weights; with `weights` those too. Raises
-    Unreadable for a folder without config.json (unless `config` is false) or a URL that cannot be read now;
+    spec's key, for messages. The folder of a URL holds all files except weights; with `weights` it holds the weights
+    too. Raises Unreadable for a folder without config.json (unless `config` is false) or a URL that cannot be read now;
     InvalidInput for a malformed config.json, an adapter's folder and a URL with an unknown scheme; Unreadable also for
     a folder with withheld files."""
     check_readable(name, field)
@@ -97,7 +97,7 @@ def _copied(url: str, field: str, weights: bool, config: bool) -> Path:
 
 
 def _hold(folder: HeldFolder) -> Path:
-    """Return the folder's path, kept until this process has requested HELD_FOLDERS others."""
+    """Return the folder's path. The folder is kept until this process has requested HELD_FOLDERS other folders."""
     with _held_lock:
         if earlier := _held.pop(folder.root, None):
             earlier.close()

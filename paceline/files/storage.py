@@ -1,8 +1,8 @@
 """Folders of files on a local disk or in any object store that fsspec supports (`s3://`, `gs://`, `memory://`, …).
 
-Promise of `Folder.write`: the file appears whole or not at all, and is durable when the call returns. Object stores do
-so by themselves; on a local disk it takes a partial file, two fsyncs and a rename. Credentials and endpoints come from
-fsspec's configuration (environment variables and files), never from a spec.
+Promise of `Folder.write`: the file appears whole or not at all, and is durable when the call returns. Object stores
+keep this promise by themselves; on a local disk, `write` needs a partial file, two fsyncs and a rename. Credentials and
+endpoints come from fsspec's configuration (environment variables and files), never from a spec.
 
 `Folder.read` returns the plaintext of a file that was encrypted with the storage key. All other methods work on the
 stored bytes: sizes and digests are those of a manifest, which is compared without the key. Nothing is encrypted here;
@@ -50,7 +50,7 @@ INDIRECT = frozenset({"reference", "dir", "git", "zip", "tar", "libarchive", "ge
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
     """Return the file system of a URL or a local path, and the path in it. Raises SpecError, with `what` as the name,
-    for a scheme that is unknown or whose package is not installed, and for a URL that leads to another."""
+    for a scheme that is unknown or whose package is not installed, and for a URL that leads to another URL."""
     if "::" in url or url.partition("://")[0] in INDIRECT:
         raise SpecError(f"{what} {url!r} leads to another file system; name the files themselves")
     try:
@@ -82,8 +82,8 @@ def check_readable(name: str, what: str) -> None:
 
 
 def check_place(url: str, what: str) -> None:
-    """Check a path or URL where a run writes. Raises SpecError for a place of a coordinator's or of secrets, and as
-    `open_url` does."""
+    """Check a path or URL where a run writes. Raises SpecError for a place that belongs to a coordinator or holds
+    secrets, and as `open_url` does."""
     store, path = open_url(url, what)
     if is_local(store) and (why := why_withheld(os.path.realpath(path))):
         raise SpecError(f"{what} {url!r} cannot be used: {why}")
@@ -121,7 +121,7 @@ class Folder:
         return str(posixpath.basename(self._path))
 
     def exists(self, name: str = "") -> bool:
-        """Return whether the folder has this file or, without a name, exists."""
+        """Return whether the folder has the file `name`; without a name, whether the folder exists."""
         return bool(self._store.exists(self._at(name)))
 
     def make(self) -> None:
@@ -173,7 +173,8 @@ class Folder:
         sync_folder(self.local.parent)
 
     def put(self, name: str, path: Path) -> None:
-        """Make or replace a file of an object store from a local one. It appears whole. Raises Unavailable."""
+        """Make or replace a file of an object store with the content of a local file. The file appears whole. Raises
+        Unavailable."""
         try:
             self._store.put_file(str(path), self._at(name))
         except Exception as error:  # object stores' clients raise errors without a common base
@@ -207,7 +208,8 @@ def unavailable(what: str, error: Exception) -> Unavailable:
 
 
 def checkpoint_folder(settings: CheckpointingSection, run_directory: str, run_id: str) -> Folder:
-    """Return the folder of a run's checkpoints: one for each run, because their names are unique only within a run."""
+    """Return the folder of a run's checkpoints: one folder for each run, because names of checkpoints are unique only
+    within a run."""
     elsewhere = settings.checkpoint_dir
     return Folder(f"{elsewhere.rstrip('/')}/{run_id}" if elsewhere else f"{run_directory}/checkpoints")
 
@@ -235,7 +237,7 @@ def store_root(text: str, directory: Path) -> str:
 
 
 def refusal_of_store(root: str) -> str:
-    """Return why a store refuses writes, as a sentence; empty if it does not, or is unreachable now."""
+    """Return a sentence that says why a store refuses writes; empty if it accepts them, or is unreachable now."""
     folder = Folder(root)
     try:
         if folder.local is not None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a path to write to; its file becomes `path` if the `with` block succeeds, and is removed otherwise. A
-    `durable` file is on the disk under its name after the `with` block, even if the machine then loses power."""
+    """Yield a temporary path to write to. The file there becomes `path` if the `with` block succeeds, and is removed
+    otherwise. A `durable` file is on the disk under its name after the `with` block, even if the machine then loses
+    power."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     try:

@@ -1,7 +1,8 @@
 """Restricts this process and its children for good: by Landlock (Linux's userspace-api/landlock), without privileges,
-and by dropping capabilities. A restricted process may trace, and so read environment, memory and descriptors of,
-only processes with at least its own restrictions, whichever user runs it. With `SCOPES` it can signal, and connect
-to abstract sockets of, only these. It cannot mount file systems if it restricts rights on files."""
+and by dropping capabilities. A restricted process may trace only processes with at least its own restrictions,
+whichever user runs it, so it cannot read environment, memory or descriptors of any other process. With `SCOPES` it can
+send signals only to such processes, and connect only to their abstract sockets. A process with restricted rights on
+files cannot mount file systems."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 24, 38
 VERSION_3 = 0x20080522
 OF_FILES_AND_USERS = frozenset({0, 1, 3, 4, 5, 6, 7, 10})
 """Root's capabilities for files, users, signals and low ports: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID,
-SETUID, NET_BIND_SERVICE; none to read other memory, change the system or open files past their path."""
+SETUID, NET_BIND_SERVICE. No capability to read other memory, change the system or open files past their path is among
+them."""
 WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 TRUNCATE, ALL_FILE_RIGHTS = 1 << 14, (1 << 15) - 2
 """All rights in ABI 3 except the execution of files."""

@@ -4,8 +4,9 @@ Promise: the same float32 product, about twice as fast. PyTorch uses MKL, which 
 measured on one Zen core, with shapes of a small transformer and 64 rows or more, 110 GFLOP/s against 200 to 260 with
 oneDNN. Learner and native engine both use it, each in its own layers.
 
-oneDNN caches generated code, and PyTorch descriptors, by shape: by default 1,024 shapes each, about half a megabyte a
-shape. The lengths of packed sequences keep changing, so a process that computes with oneDNN calls `bound_caches`.
+oneDNN caches generated code by shape, and PyTorch caches descriptors by shape: by default 1,024 shapes each, about half
+a megabyte a shape. The lengths of packed sequences keep changing, so a process that computes with oneDNN calls
+`bound_caches`.
 """
 
 from __future__ import annotations

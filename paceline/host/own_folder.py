@@ -1,4 +1,5 @@
-"""Opens the folders of caches and spools, whose content this process executes or sends, as ssh opens its own.
+"""Opens the folders of caches and spools as strictly as ssh opens its own, because this process executes or sends their
+content.
 
 Promise: only this process's user and root can change what a returned folder holds, or put another folder in its place.
 """
@@ -15,12 +16,12 @@ from pathlib import Path
 from paceline.errors import Unreadable
 
 VARIABLE = "PACELINE_OWN_FOLDERS"
-"""Folders, separated by `:`, whose owner and mode are not judged, nor those of the folders above them."""
+"""Folders, separated by `:`. Owner and mode of these folders, and of the folders above them, are not judged."""
 
 
 def own_folder(folder: Path, variable: str) -> Path:
-    """Return the folder, made with mode 0700 if it is missing. `variable` is the one that names another. Raises
-    Unreadable for a folder that somebody else could change, OSError."""
+    """Return the folder, made with mode 0700 if it is missing. `variable` is the environment variable that names
+    another folder. Raises OSError; Unreadable for a folder that somebody else could change."""
     folder = Path(os.path.abspath(folder))
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     for place in reversed(missing):
@@ -66,7 +67,8 @@ def _why_open(place: Path, *, is_parent: bool) -> str:
     if not (by_others or by_group):
         return ""
     whom = "every user" if by_others else f"group {status.st_gid}"
-    return f"{whom} may write in {place} (mode {stat.S_IMODE(status.st_mode):04o}; `chmod go-w` it if nobody has)"
+    mode = f"{stat.S_IMODE(status.st_mode):04o}"
+    return f"{whom} may write in {place} (mode {mode}; `chmod go-w` it if nobody has written there)"
 
 
 def _is_private(group: int) -> bool:
@@ -82,7 +84,8 @@ def _is_private(group: int) -> bool:
 
 
 def _is_unmapped(user: int) -> bool:
-    """Return whether a user is how this user namespace shows those that it does not have, root of the host too."""
+    """Return whether `user` is the id by which this user namespace shows all users that it does not have, such as the
+    host's root."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
         mapped = [int(number) for number in Path("/proc/self/uid_map").read_text().split()]

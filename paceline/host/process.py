@@ -1,4 +1,5 @@
-"""Ends a process, by itself or with its parent, limits what others may read of it, and refuses all but Linux."""
+"""Ends a process by itself or with its parent, limits what others may read of it, and refuses systems other than
+Linux."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def require_linux(what: str) -> None:
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Ask the kernel to send signal `number` to this process when its parent ends, or at once if it has ended. The
-    parent is the *thread* that started this process. Linux only; elsewhere nothing happens."""
+    """Ask the kernel to send signal `number` to this process when its parent ends, or at once if the parent has ended
+    already. The parent is the *thread* that started this process. Linux only; elsewhere nothing happens."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,9 +1,9 @@
 """Opens a file that somebody has named.
 
-`open_regular` refuses every file that is not regular at once: opening a FIFO would wait for its writer, and a device may
-never end. `open_named` is for names in a spec, a bundle or a request of somebody who may read less than this process:
-it also withholds this project's secrets, and files of the kernel. Promise of `open_named`: the opened file is judged, by
-its path without links, so a link that is replaced meanwhile gains nothing; links to other files may be used.
+`open_regular` at once refuses every file that is not regular: opening a FIFO would wait for its writer, and a device
+may never end. `open_named` is for names in a spec, a bundle or a request of somebody who may read less than this
+process: it also withholds this project's secrets, and files of the kernel. Promise of `open_named`: the opened file is
+judged, by its path without links, so a link that is replaced meanwhile gains nothing; links to other files may be used.
 `check_named` promises less: it judges the files that are there when it is called, and a library (`datasets`,
 transformers) opens them by name later. So it stops no user who can replace files of this machine in that moment.
 
@@ -14,7 +14,8 @@ Withheld are
 - the files and folders that this process's environment names as tokens, keys, certificates, caches and spool, the
   usual ones in the user's cache, and `CREDENTIALS`; a cache's entry may be read while this process holds it (`shown`).
 
-Not in paceline/files, because that package imports specs and encryption, which open their files with this module.
+This module is not in paceline/files, because that package imports specs and encryption, which open their files with
+this module.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ PRIVATE_KEY = re.compile(
 )
 """A key at the beginning of a line, or in the JSON of a service account; not in a text of a row of data."""
 HEX = re.compile(rb"\s*[0-9a-fA-F]{64}\s*")
-"""Content of a bootstrap token or a storage key, and of any file with a SHA-256."""
+"""Form of the content of a bootstrap token, of a storage key, and of any file with a SHA-256."""
 HEAD_BYTES = 64 << 10
 MAX_ENTRIES = 100_000
-"""Largest number of files and folders in a folder that somebody has named, with those below it and itself."""
+"""Largest number of files and folders in a folder that somebody has named; the folder itself and all below it count."""
 KERNEL = ("/proc", "/sys")
 
 shown: Counter[str] = Counter()
@@ -70,8 +71,8 @@ shown: Counter[str] = Counter()
 token_files: set[str] = set()
 """Paths of the tokens that this process has read."""
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
-"""Error numbers of `open_regular` for a path that has no file, which no retry changes."""
-SKIPPED = (*NO_FILE, errno.ENXIO, errno.EACCES, errno.EPERM)  # what is no file that this process can read
+"""Error numbers of `open_regular` for a path that has no file; no retry changes the result."""
+SKIPPED = (*NO_FILE, errno.ENXIO, errno.EACCES, errno.EPERM)  # also paths that this process cannot read as a file
 
 
 class Withheld(PermissionError):
@@ -163,7 +164,7 @@ def check_named(path: str | Path) -> None:
 
 
 def why_withheld(real: str) -> str:
-    """Return why this process reads nothing at a path without links for others; empty if it does."""
+    """Return why this process does not read the path `real` (without links) for others; empty if it does."""
     if any(_is_in(real, folder) for folder in [*shown]):
         return ""
     if any(_is_in(real, folder) for folder in KERNEL):
@@ -247,7 +248,8 @@ QUOTED = re.compile(
 
 
 def without_quotations(text: str, is_known: Callable[[str], bool]) -> str:
-    """Return a message about a named file without the quotations that may be of the file: those not `is_known`."""
+    """Return a message about a named file without the quotations that may come from the file: those for which
+    `is_known` is false."""
 
     def kept(match: re.Match[str]) -> str:
         quoted = match[1] or match[2] or match[0].strip("b'\"")

@@ -1,6 +1,6 @@
-"""The memory that this process holds and may still allocate (the host's, or less in its container), glibc's handling of
-freed memory, and compute threads of processes that share the cores. Linux grants more memory than there is and kills
-the process that then uses it, so code that is about to allocate much calls this module first."""
+"""Measures the memory that this process holds and may still allocate (the host's, or less in a container), sets how
+glibc handles freed memory, and divides the cores among processes. Linux grants more memory than there is and kills the
+process that then uses it, so code that is about to allocate much calls this module first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(cgroup: Path = CGROUP) -> int:
-    """Return the bytes that can be allocated without a process being killed, with caches that the kernel can free."""
+    """Return the bytes that can be allocated without a process being killed; caches that the kernel can free count."""
     import psutil
 
     available = int(psutil.virtual_memory().available)

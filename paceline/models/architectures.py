@@ -37,19 +37,19 @@ MIXERS = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",
     "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
 }
-"""Class in transformers of the layers that carry a state from token to token, by the model type."""
+"""By model type: the class in transformers of the layers that carry a state from token to token."""
 
 COUNTING_ATTENTION = {"llama4_text": "Llama4TextAttention"}
-"""Class in transformers of attention that counts a row's tokens itself, for a scale by position; by the model type."""
+"""By model type: the class in transformers of an attention that counts a row's tokens itself, to scale by position."""
 
 STATEFUL_TYPES = frozenset({"minimax", "rwkv", "xlstm", "zamba", "zamba2", "zaya"})
-"""Model types with such layers that are not supported."""
+"""Unsupported model types with layers that carry a state from token to token."""
 
 BIASED_TYPES = frozenset({"bloom", "mpt"})
 """Model types whose attention adds a bias by distance (ALiBi)."""
 
 TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "tekken.json", "*.tiktoken")
-"""Patterns of the files of tokenizers; every tokenizer has one of them."""
+"""Patterns of the files of tokenizers; every tokenizer has a file that matches one."""
 
 MODALITIES = ("vision_config", "audio_config", "speech_config")
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
@@ -68,7 +68,8 @@ def check_architecture(config: Mapping[str, Any], field_and_name: str) -> None:
 
 
 def check_positions(config: Mapping[str, Any], field_and_name: str, longest_tokens: int) -> None:
-    """Raise InvalidInput if a sequence of `longest_tokens` would change the positions of others in its packed row."""
+    """Raise InvalidInput if a sequence of `longest_tokens` would change the positions of other sequences in its packed
+    row."""
     text = _text(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     settings = rope if isinstance(rope, Mapping) else {}
@@ -77,9 +78,9 @@ def check_positions(config: Mapping[str, Any], field_and_name: str, longest_toke
     trained = trained or text.get("max_position_embeddings")
     if kind in LENGTH_DEPENDENT and isinstance(trained, int) and longest_tokens > trained:
         raise InvalidInput(
-            f"{field_and_name}: its rotary embedding of type {kind!r} changes if a sequence has over {trained} tokens, "
-            "in the learner also for other sequences in the same packed row, but not for others in the sampler; set "
-            f"policy.max_total_sequence_length {longest_tokens} to at most {trained}"
+            f"{field_and_name}: its rotary embedding of type {kind!r} changes if a sequence has over {trained} tokens. "
+            "In the learner the change would also affect other sequences of the packed row, in the sampler it would "
+            f"not; lower policy.max_total_sequence_length {longest_tokens} to at most {trained}"
         )
 
 
@@ -98,7 +99,9 @@ def _refusal(config: Mapping[str, Any]) -> str:
         return "their sparse attention (DSA, index_topk) chooses the keys of each token"
     if (foreign and not types & set(MIXERS)) or types & STATEFUL_TYPES:
         named = f" ({', '.join(foreign)})" if foreign else ""
-        return f"the learner cannot keep their layers other than full or sliding attention{named} to one sequence of a row"
+        return (
+            f"the learner does not support their layers other than full, sliding or chunked attention{named}"
+        )
     if types & BIASED_TYPES or text.get("alibi"):
         return "the attention adds a bias by distance (ALiBi)"
     return ""
@@ -172,7 +175,7 @@ def _check_tokenizer(folder: Path, what: str) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files of a folder from which the model is loaded: one alone, or those that the index names."""
+    """Return the files of a folder from which the model is loaded: a single file, or the files that the index names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]

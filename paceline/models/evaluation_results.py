@@ -131,7 +131,7 @@ def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verd
         if measured != export_sha256:
             raise DataError(
                 f"{name} measured model files with {'the digest ' + measured if measured else 'no recorded digest'}, but "
-                f"the model's files have {export_sha256}; evaluate its folder"
+                f"the model's files have {export_sha256}; evaluate the model's folder"
             )
     digests = {result["digest"] for result in evaluations.values()}
     for name, verdict in verdicts.items():

@@ -1,4 +1,4 @@
-"""The run that exported model files, according to the files' manifest. Promise: the manifest is one of the exported
+"""Reads from the manifest of model files which run exported the files. Promise: the manifest is one of the exported
 files, so the statement and signature of a registered folder cover it. Converted or foreign folders have no origin."""
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Estimate:
     """Bytes of host memory of a rank on a GPU with `policy.cpu_offload` or `policy.optimizer.offload`."""
     kept_versions: int = 0
     """Bytes of host memory of a rank for the comparison of samplers: its shards of older versions and, during a
-    comparison, of the current one. On CPUs `learner` has them."""
+    comparison, of the current version. On CPUs these bytes are part of `learner`."""
 
     @property
     def learner_bytes(self) -> int:
@@ -80,10 +80,10 @@ def estimate(
     """Return the memory of a learner's rank and of a rollout worker. Each of S shards holds 1/S of weights, gradients
     and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T are trained, with s bytes of
     `optimizer.state_dtype`. On CPUs rank 0 also holds the published version, as wide as the sampler's weights. A
-    sampler holds its weights, the next ones during a transfer, and keys and values of the run's sequences, as if it had
-    all of them; requests of others than the run come on top, up to max_batch_size sequences in all. `shards`
-    ranks divide a copy of the model; None: as in `policy.parallel`, by default all ranks. `learner_on_gpu` and
-    `sampler_on_gpu` say where both compute; None: on GPUs if the spec names GPUs for them."""
+    sampler holds its weights, the next version's weights during a transfer, and keys and values of sequences: of all
+    sequences of the run, as if no other worker had any, and of requests from outside the run, up to max_batch_size
+    sequences in all. `shards` ranks divide a copy of the model; None: as in `policy.parallel`, by default all ranks.
+    `learner_on_gpu` and `sampler_on_gpu` say where both compute; None: on GPUs if the spec names GPUs for them."""
     policy = spec.policy
     shards = shards or shards_of(policy, spec.cluster.learner_ranks)
     on_gpu = bool(spec.cluster.learner_gpus) if learner_on_gpu is None else learner_on_gpu
@@ -140,7 +140,7 @@ def estimate(
 
 
 def shards_of(policy: PolicySection, ranks: int) -> int:
-    """Return the number of ranks that divide one copy of the model, as in `policy.parallel`; by default all."""
+    """Return the number of ranks that divide one copy of the model, as in `policy.parallel`; by default all ranks."""
     replicate, shard = policy.parallel.replicate, policy.parallel.shard
     if shard != "auto":
         return shard
@@ -198,8 +198,8 @@ def _activation_bytes(policy: PolicySection, shape: ModelShape, tokens: int, com
 
 def _copied_prompt_bytes(spec: RunSpec, shape: ModelShape, tokens: int, compute: int) -> int:
     """Return the most bytes of the copies of shared prompts before each further completion on a GPU: keys and values,
-    and in float32, without flash attention, queries and results too. Each layer that is kept or recomputed has them,
-    and one their gradient."""
+    and in float32, without flash attention, queries and results too. Each layer that is kept or recomputed has these
+    copies, and one layer has their gradient too."""
     completions = spec.completions_per_prompt
     prompts = min(tokens, -(-tokens_of_update(spec) // completions))
     layers = 1 + (shape.layers if spec.policy.activation_checkpointing == "none" else 1)

@@ -292,10 +292,10 @@ def is_open(spec: RunSpec) -> bool:
 def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
     """Return the spec with values for `auto` (policy.generation.backend and max_batch_size, policy.train_mb_tokens,
     policy.activation_checkpointing, policy.shared_prompts) and vLLM's share of a GPU of the learner; a sentence for
-    each replaced key. The choice is the first of none, selective and full with which the usual 8,192 tokens fit (or
-    the longest sequence, if that is more), then the largest power of two of tokens that fits. If the model's sizes or
-    the room are unknown, the choice is full and 8,192. Prompts are shared if the learner is known to run on CPUs.
-    `has_vllm`: vLLM is installed where the run samples."""
+    each replaced key. policy.activation_checkpointing becomes the first of none, selective and full with which the
+    usual 8,192 tokens fit (or the longest sequence, if that is more); then policy.train_mb_tokens becomes the largest
+    power of two that fits. If the model's sizes or the room are unknown, the values are full and 8,192. Prompts are
+    shared if the learner is known to run on CPUs. `has_vllm`: vLLM is installed where the run samples."""
     room = with_gpu_size(spec, room)
     spec, notes = with_engine(spec, has_vllm=has_vllm)
     shares = spec.policy.generation.backend == "vllm" and _lacks_share(spec)

@@ -50,7 +50,7 @@ def load_pretrained(
 
 def check_model(kind: Any, source: str, field: str, what: str = "", **options: Any) -> bool:
     """Raise InvalidInput unless the folder `source` has the weights of the model in its config, judged by the headers
-    of its files; return whether they are quantized, in which case only transformers can judge. `kind` is an auto
+    of its files; return whether the weights are quantized, in which case only transformers can judge. `kind` is an auto
     class, or a class of transformers. Raises Unreadable for missing files."""
     from transformers import AutoConfig
 

@@ -106,7 +106,7 @@ class Models:
         return found
 
     def roll_back(self, name: str, version: int, reason: str, *, alias: str = "") -> RegisteredModel:
-        """Move the alias of `version` back to the version that had it before, and return that one. Raises NotFound,
+        """Move the alias of `version` back to the version that had it before, and return that version. Raises NotFound,
         Conflict."""
         from paceline.v1.registry_pb2 import RollbackRequest
 

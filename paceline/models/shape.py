@@ -127,7 +127,7 @@ class MeshShape(NamedTuple):
 
 def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Callable[[], bool]) -> MeshShape:
     """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks. If there are several
-    hosts and `fits_host` says that the model fits on one, each host gets a replica instead. Raises InvalidInput if
+    hosts and `fits_host` says that the model fits on one host, each host gets a replica instead. Raises InvalidInput if
     the sizes do not match the number of ranks."""
     replicate, shard = parallel.replicate, parallel.shard
     if replicate == "auto" and shard == "auto":

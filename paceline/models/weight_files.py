@@ -50,7 +50,8 @@ class WeightFiles:
 
     def __init__(self, paths: dict[str, list[str]], what: str) -> None:
         """`paths` maps each file to the names of tensors that it must have; an empty list requires none. `what` names
-        the model. Raises InvalidInput for a damaged file or one without a tensor, Unreadable if it cannot be read."""
+        the model. Raises InvalidInput if a file is damaged or lacks such a tensor, Unreadable if a file cannot be
+        read."""
         self.tensors: dict[str, StoredTensor] = {}
         self._files: list[RangedFile] = []
         self._what = what
@@ -60,7 +61,7 @@ class WeightFiles:
             stored = dict(_stored_tensors(file))
             for name in names:
                 if name not in stored:
-                    raise InvalidInput(f"{what}: {INDEX} names {path} for tensor {name!r}, which it does not have")
+                    raise InvalidInput(f"{what}: {INDEX} names {path} for tensor {name!r}, but this file lacks it")
             for name in stored.keys() & self.tensors.keys():
                 if not same_bits(stored[name], self.tensors[name]):
                     raise InvalidInput(

@@ -1,6 +1,6 @@
 """`RunSpec`: everything that defines one training job, validated before anything starts. An unknown key is an error
-that suggests the intended one, and contradictory settings are refused with both values. Names follow NeMo RL if it
-has a key for the same thing. Defaults live only here. `paceline.spec.reading` reads YAML and dotted overrides."""
+that suggests the intended key, and contradictory settings are refused with both values. Names follow NeMo RL if it has
+a key for the same thing. Defaults live only here. `paceline.spec.reading` reads YAML and dotted overrides."""
 
 from paceline.spec.run import RunSpec
 from paceline.spec.sections.algorithms import (

@@ -127,7 +127,7 @@ def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
 
 
 def _elsewhere(path: str) -> list[str]:
-    """Return the keys elsewhere in the spec that end with as many of the last parts of `path` as possible."""
+    """Return the keys in other sections of the spec that share as many last parts with `path` as possible."""
     parts = path.split(".")
     for first in range(len(parts)):
         ending = ".".join(parts[first:])

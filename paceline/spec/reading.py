@@ -4,8 +4,8 @@
 are relative to that file; folders that the run makes are relative to the working directory. The resolved spec holds
 absolute paths, so that every service reads the same files.
 
-For another library's configuration in place of a spec, the error suggests `paceline import`. Bundles, permitted folders
-and checks before a start use `code_paths` for all files of user code in a spec.
+For another library's configuration in place of a spec, the error suggests `paceline import`. `code_paths` finds all
+files of user code in a spec, for bundles, permitted folders and checks before a start.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def spec_from_yaml(text: str) -> RunSpec:
 
 def _tree_of(text: str) -> dict[str, Any]:
     """Return the sections of an accepted run. A run without policy.shared_prompts was recorded before there was such a
-    setting, and its sums repeat only in rows that share nothing."""
+    setting, and its sums are the same again only in rows that share no prompt."""
     tree = _yaml_of(text)
     if isinstance(policy := tree.get("policy"), dict):
         policy.setdefault("shared_prompts", False)

@@ -42,10 +42,10 @@ class EvaluationSection(Section):
 
     method: Literal["sample", "choose", "prefer"] = "sample"
     """`sample`: the model writes completions, which the reward functions score. `choose`: the answer is the choice of
-    `data.choices` whose continuation has the highest log-probability (in a second metric: divided by characters), and
-    the reward functions read its letter. `prefer`: the reward functions score `data.chosen_key` and
-    `data.rejected_key`, and the metric is how often the chosen completion scores higher; --model is the reward
-    model."""
+    `data.choices` whose continuation has the highest log-probability (a second metric divides it by the number of
+    characters); the reward functions read the letter of this choice. `prefer`: the reward functions score
+    `data.chosen_key` and `data.rejected_key`, and the metric is how often the chosen completion scores higher; --model
+    is the reward model."""
     continuation: str = " {choice}"
     """Continuation whose log-probability `choose` compares: `{choice}` is an answer, `{letter}` its letter."""
     group_by: tuple[str, ...] = ()
@@ -99,8 +99,8 @@ class RunSpec(Section):
     logger: LoggerSection = LoggerSection()
     cluster: ClusterSection = ClusterSection()
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Priority in the coordinator's queue: the highest starts first, among equal ones the oldest run. A run of higher
-    priority replaces the running one, which writes a checkpoint and continues later."""
+    """Priority in the coordinator's queue: the highest starts first, among runs of equal priority the oldest. A run of
+    higher priority replaces the running run, which writes a checkpoint and continues later."""
     max_hours: Annotated[float, Field(gt=0.0)] | None = None
     """The run ends as succeeded after this many hours of training, once it has trained its last steps and has written
     its checkpoint and export. Time in the queue and in pauses does not count. None: the run trains max_num_steps."""
@@ -129,7 +129,7 @@ class RunSpec(Section):
 
     @property
     def completions_per_prompt(self) -> int:
-        """Return the number of completions of a group whose prompt the learner computes once: 1 for none, and for episodes."""
+        """Return how many completions share one computation of a prompt: 1 if no prompt is shared, and for episodes."""
         shares = self.policy.shares_prompts and self.samples and not self.environment.is_used
         return self.grpo.num_generations_per_prompt if shares else 1
 

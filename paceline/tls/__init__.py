@@ -1,1 +1,1 @@
-"""Certificates: identities, a certificate authority, the folder of a process, and channels that use them."""
+"""TLS: a certificate authority, the certificates of processes, and channels that use certificates."""

@@ -78,8 +78,8 @@ def issue(folder: Path, name: str, role: str, hosts: Sequence[str] = (), days: f
 
 
 def renew(folder: Path, name: str, days: float | None = None) -> Path:
-    """Renew a certificate with a new key and return its folder. By default it is valid for as many days as the
-    certificate before. Names that only other roles may have are left out. Raises NotFound, InvalidInput."""
+    """Renew a certificate with a new key and return its folder. By default the new certificate is valid for as many
+    days as the old one. Names that only other roles may have are left out. Raises NotFound, InvalidInput."""
     path = folder / name / CERTIFICATE
     if not path.is_file():
         raise NotFound(f"{path} does not exist; `paceline certs issue {folder} {name} --role ROLE` makes it")

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 WORKER, COORDINATOR, UP = "worker", "coordinator", "up"
 ROLES = ("viewer", "submitter", "operator", WORKER, "scraper", COORDINATOR, UP)
-"""Roles that a certificate can give. A coordinator's certificate gives no right at another service; the role `up` is
-that of the processes of one `paceline up`, which are a coordinator and workers."""
+"""Roles that a certificate can give. A coordinator's certificate gives no right at another service; the processes of
+one `paceline up`, a coordinator and workers, share the role `up`."""
 RESERVED = "paceline.internal"
 WORKER_HOST, COORDINATOR_HOST = f"worker.{RESERVED}", f"coordinator.{RESERVED}"
-"""Names by which clients verify the role of a server, because certificates of other roles lack them, and addresses of
-pods are in no certificate."""
+"""Names by which clients verify the role of a server: certificates of other roles lack these names, and no certificate
+has the addresses of pods."""
 ROLE_HOSTS = {WORKER: (WORKER_HOST,), COORDINATOR: (COORDINATOR_HOST,), UP: (COORDINATOR_HOST, WORKER_HOST)}
 
 
@@ -62,8 +62,8 @@ class Certificate:
 
 
 def identity_of(pem: bytes | str) -> Identity:
-    """Return the name and the role in the first certificate of a PEM text. Raises InvalidInput for any other text, and
-    for a certificate without a common name, or whose organizations are not exactly one role."""
+    """Return the name and the role in the first certificate of a PEM text. Raises InvalidInput if the text has no
+    certificate, if the certificate has no common name, or if its organizations are not exactly one role."""
     certificate = read_certificate(pem)
     if not certificate.name:
         raise InvalidInput("the certificate has no common name (CN), which is the name of its holder")

@@ -1,10 +1,11 @@
-"""gRPC channels that verify the server and its role, and present this process's certificate; without a folder they are
-plain. A server must present a certificate with the name of its role (`paceline.tls.certificates`), a coordinator's by
-default; its address is not compared. So a call, and the token in it, never reaches the holder of another certificate.
-A channel keeps the certificate with which it was opened, so `RenewedChannel` opens another one for calls that begin
-after the files have changed; running calls end on the old channel. gRPC does not report why a TLS connection failed,
-so `why_no_channel` makes a second connection with Python's ssl, whose errors name the cause. Promise:
-`why_no_channel` sends nothing but a handshake, and takes at most `LIMIT_S`."""
+"""gRPC channels that verify the server and its role, and present this process's certificate; without a folder of
+certificates they are plain. A server must present a certificate with the name of its role
+(`paceline.tls.certificates`), a coordinator's by default; its address is not compared. So a call, and the token in it,
+never reaches the holder of another certificate. A channel keeps the certificate with which it was opened, so
+`RenewedChannel` opens another one for calls that begin after the files have changed; running calls end on the old
+channel. gRPC does not report why a TLS connection failed, so `why_no_channel` makes a second connection with Python's
+ssl, whose errors name the cause. Promise: `why_no_channel` sends nothing but a handshake, and takes at most
+`LIMIT_S`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ NAME_OPTION = "grpc.ssl_target_name_override"
 TO_WORKER = ((NAME_OPTION, WORKER_HOST),)
 """Options of a channel to a worker."""
 MAX_OLD = 2
-"""Largest number of channels with earlier certificates whose calls may still be under way; older ones are closed."""
+"""Largest number of channels with earlier certificates whose calls may still be under way; older channels are
+closed."""
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
@@ -194,8 +196,8 @@ def _fault(address: str, connection: socket.socket, material: Material, path: Pa
         )
     own = read_certificate(material.certificate)
     return (
-        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {own.name!r}, issued by {own.issuer!r}; use one "
-        "of the authority that the server trusts"
+        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {own.name!r}, issued by "
+        f"{own.issuer!r}; use a certificate of the authority that the server trusts"
     )
 
 

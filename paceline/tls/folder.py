@@ -108,7 +108,8 @@ def _folder(path: str) -> TlsFolder:
 
 
 def tls_folder(path: str | os.PathLike[str] | None = None) -> TlsFolder | None:
-    """Return the TLS folder at `path`, or that of PACELINE_TLS_DIR; None if neither names one: nothing is encrypted."""
+    """Return the TLS folder at `path`, or that of PACELINE_TLS_DIR; None if neither names a folder; then nothing is
+    encrypted."""
     named = os.fspath(path) if path is not None else os.environ.get(VARIABLE, "")
     return _folder(named) if named else None
 

@@ -3,7 +3,7 @@
 Promises, from Linux 6.12 on (Landlock ABI 6), for the process and all that it starts, root included: it reads no
 environment, memory or descriptor of a process outside, sends it no signal, and connects to none of its abstract sockets.
 Root keeps the capabilities for files and users, and no other (`OF_FILES_AND_USERS`). The process can neither read nor
-change the text of hidden files, and cannot change that of kept ones; `paceline.user_code.surroundings` names them.
+change the text of hidden files, and cannot change the text of kept files; `paceline.user_code.surroundings` names them.
 Landlock does not protect modes, owners and times of files.
 
 Landlock only has rules that allow, so a folder with something hidden in it is opened entry by entry. Entries made
@@ -45,13 +45,14 @@ def why_no_isolation() -> str:
 
 @dataclass(frozen=True)
 class Box:
-    """Files of one process of user code, as resolved paths. Without hidden ones all files are open."""
+    """Files of one process of user code, as resolved paths. Without hidden files, all files are open."""
 
     hidden: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
-    """Folders within hidden ones that the process may read."""
+    """Folders that the process may read although they are within hidden folders."""
     kept: tuple[str, ...] = ()
-    """Folders to read but not to change, except for hidden files in them. They take effect only with hidden files."""
+    """Folders that the process may read but not change; hidden files in them stay hidden. No effect without hidden
+    files."""
 
     @classmethod
     def read(cls, text: str) -> Box:
@@ -88,7 +89,8 @@ class Box:
 
     def sentence(self, path: str = "") -> str:
         """Return a sentence for a user whose code was refused the file `path`; empty if this box is not the reason.
-        Without `path` (unknown file) it names the folders in which this user could create files outside the box."""
+        Without `path` (the file is unknown) the sentence names the folders in which this user could create files
+        outside the box."""
         closed = self.closed_folders()
         if path:
             name = os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))

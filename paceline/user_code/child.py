@@ -1,6 +1,7 @@
-"""The process' side of user code: connection, output, memory limit, and the causes of errors. Promises: the user code
-runs in its box (`paceline.user_code.box`), its output cannot get into the protocol, it cannot add more address space
-than its limit, and the process does not outlive the service. This module never imports torch or transformers."""
+"""Runs in each process of user code: connects to the service, redirects output, limits memory, and finds causes of
+errors. Promises: the user code runs in its box (`paceline.user_code.box`), its output cannot get into the protocol, it
+cannot add more address space than its limit, and the process does not outlive the service. This module never imports
+torch or transformers."""
 
 from __future__ import annotations
 

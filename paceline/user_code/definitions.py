@@ -1,5 +1,5 @@
 """Finds the functions and classes that a spec names in files of Python. A file is parsed and never run. A check passes if
-the file is not on this machine, and for a definition with decorators, because they may change it."""
+the file is not on this machine, and for a definition with decorators, because decorators may change the definition."""
 
 from __future__ import annotations
 

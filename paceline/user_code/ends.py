@@ -1,4 +1,5 @@
-"""The end of a process of user code: its errors, their text for users, and whether the process was starved."""
+"""Describes the end of a process of user code: the errors, their text for users, and whether the process was
+starved."""
 
 from __future__ import annotations
 
@@ -84,6 +85,6 @@ def describe_end(returncode: int | None) -> str:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process that leads its group, and the others of the group."""
+    """Kill a process that leads its group, and the other processes of the group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

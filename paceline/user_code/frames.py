@@ -1,5 +1,6 @@
-"""Messages between a service and a process that runs user code: a length, then JSON, over their socket pair. They are
-JSON and not pickle, because a reply comes from a process that runs user code, and reading a reply must not run code."""
+"""Messages between a service and a process that runs user code: a length, then JSON, over their socket pair. Messages
+are JSON and not pickle, because a reply comes from a process that runs user code, and reading a reply must not run
+code."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Bounds two things that user code leaves behind: processes, and output in the service's log.
 
 A process that leaves its group (setsid) and whose parent ends is adopted by the nearest ancestor that asks for it
-(`adopt`), a service that runs user code or `paceline up`. `end_strays` then ends the adopted processes that have `MARK`
-in their environment, with their descendants: when the last process of user code of this service has ended, at the
-service's end, and in `paceline up` when a service has ended. A thread reaps the adopted processes that have ended. Other
-children are left alone: services of `paceline up`, or, in a container, what `kubectl exec` left. A process of user code
-that removes `MARK` from its environment is not ended. Linux only.
+(`adopt`): a service that runs user code, or `paceline up`. `end_strays` then ends the adopted processes that have
+`MARK` in their environment, with their descendants: when the last process of user code of this service has ended, at
+the service's end, and in `paceline up` when a service has ended. A thread reaps the adopted processes that have ended.
+Other children are left alone: services of `paceline up`, or, in a container, what `kubectl exec` left. A process of
+user code that removes `MARK` from its environment is not ended. Linux only.
 
 Output is copied to the service's standard error by `OutputLimit`: a service's log shares a disk with the ledger.
 """
@@ -28,7 +28,7 @@ PR_SET_CHILD_SUBREAPER = 36
 MARK = "PACELINE_USER_CODE"
 """Variable in the environment of user code."""
 END_S = 2.0
-"""Longest time in which strays are killed again, because they may start others."""
+"""Longest time in which strays are killed again, because strays may start other processes."""
 REAP_S = 1.0
 """Seconds between two searches for zombies."""
 
@@ -81,7 +81,7 @@ def reaped(pid: int) -> None:
 
 
 async def ended(pid: int) -> None:
-    """Note that a process of user code was reaped. After the last one, end what they have left."""
+    """Note that a process of user code was reaped. After the last such process, end what these processes have left."""
     reaped(pid)
     with _started.lock:
         is_last = not _started.starting and not any(_started.pids.values())
@@ -126,7 +126,7 @@ def _reap_forever() -> None:
 
 def _strays() -> list[int]:
     """Return the adopted processes: children in another session that this process has not started. None while a
-    process is being started, because it could be taken for one of them."""
+    process is being started, because the new process could be taken for an adopted process."""
     if not _started.is_adopting:
         return []
     session, found = os.getsid(0), []
@@ -139,7 +139,7 @@ def _strays() -> list[int]:
 
 
 def is_marked(pid: int) -> bool:
-    """Return whether a process has the environment of user code, which this process has not."""
+    """Return whether a process has MARK in its environment; false if this process itself has MARK."""
     try:
         return MARK not in os.environ and f"{MARK}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -163,7 +163,7 @@ def _with_descendants(pids: Iterable[int]) -> list[int]:
 
 
 OUTPUT_RATE = 16 << 10
-"""Bytes of output that a service's user code may write in a second for long."""
+"""Bytes of output per second that a service's user code may write for a long time."""
 OUTPUT_BURST = 1 << 20
 """Bytes that it may write at once."""
 OUTPUT_DAILY = 64 << 20
@@ -211,7 +211,8 @@ HELD_S = 1.0
 
 
 class CopiedOutput(asyncio.Protocol):
-    """Copies what a process writes into a pipe to standard error, within the limit of the service, and its end."""
+    """Copies the output of a process from a pipe to standard error, within the limit of the service; always copies its
+    end."""
 
     def __init__(self) -> None:
         self._ended = asyncio.get_running_loop().create_future()
@@ -223,7 +224,7 @@ class CopiedOutput(asyncio.Protocol):
 
     @classmethod
     async def opened(cls) -> CopiedOutput:
-        """Return a new pipe's copy. Raises OSError."""
+        """Return the copy of a new pipe. Raises OSError."""
         copied = cls()
         read_fd, copied.write_fd = os.pipe()
         await asyncio.get_running_loop().connect_read_pipe(lambda: copied, os.fdopen(read_fd, "rb", 0))

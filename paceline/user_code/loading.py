@@ -101,7 +101,8 @@ def _described(error: BaseException, path: Path | None) -> str:
 
 
 def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments that a user's function takes (all with `**` or no signature), and missing arguments."""
+    """Return the arguments that a user's function takes (all if it has `**` or no signature), and the missing
+    arguments."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -50,7 +50,7 @@ class Spawned(NamedTuple):
     settings: ProcessSettings | None
     """Settings, whose files are removed after the end of the process."""
     output: left_over.CopiedOutput | None
-    """Copy of its output, which is closed after the end of the process."""
+    """Copy of the process's output, which is closed after the end of the process."""
 
 
 async def spawn(module: str, surroundings: Surroundings | None) -> Spawned:

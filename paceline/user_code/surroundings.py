@@ -9,9 +9,9 @@ REQUIRED  the files of SECRETS, and `CREDENTIALS`; a service does not start if t
 
 With SECRETS and REQUIRED, files that Python loads before the next process is in its box are read-only (`loaded_code`).
 
-The process gets the environment variables that describe how this host works, and those that a user named. It gets no
-variable that may hold a secret: tokens, keys, passwords, addresses with a password, and every variable that is not on
-this list. `--pass-env` names further variables.
+The process gets the environment variables that describe how this host works, and those that a user named; `--pass-env`
+names further variables. It gets no variable that may hold a secret (a token, a key, a password, an address with a
+password), and no variable that is not on this list.
 
 The service holds a lock on the folder for temporary files and removes it after the end of the process. If the service
 was killed, the lock ended with it, and `remove_left_over` of the next service on this host removes the folder.

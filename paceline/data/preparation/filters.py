@@ -22,7 +22,7 @@ WORD = re.compile(r"\w+")
 NGRAM_WORDS = 13
 """Number of words of an n-gram, as in the contamination studies of GPT-3 (Brown et al. 2020)."""
 OVERLAP = 0.5
-"""A text counts as contained in the other set if the other set has at least this share of the text's n-grams."""
+"""A text counts as contained in a set if the set has at least this share of the text's n-grams."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
 """Columns that are used as the prompt if `data.prompt_key` is missing."""
 
@@ -109,7 +109,8 @@ def by_pass_rate(rates: Mapping[bytes, float], low: float, high: float) -> Filte
 
 
 def pass_rates(attempts: Iterable[tuple[Any, Iterable[float]]], passed_at: float) -> dict[bytes, float]:
-    """Map the `key_of` each prompt to the share of completions, over all runs, with a reward of `passed_at` or more."""
+    """Map the key (`key_of`) of each prompt to the share of its completions in all runs that have a reward of
+    `passed_at` or more."""
     counts: dict[bytes, tuple[int, int]] = {}
     for prompt, rewards in attempts:
         known = [reward for reward in rewards if reward == reward]  # NaN: nothing scored it

@@ -1,6 +1,7 @@
 """Prepares the data of a spec (`data.preparation`) into files in a folder of this machine. Promise: the user's function
-(`f(row) -> row, list of rows, or None`) runs in a process of the machine that submits the spec. It gets rows in
-their order, a fault names the row, a call that hangs ends at its time limit. Rows left out are counted by reason."""
+(`f(row) -> row, list of rows, or None`) runs in a process of the machine that submits the spec. The function gets the
+rows in their order. A fault names the row, and a call that hangs ends at its time limit. Rows left out are counted by
+reason."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ class Prepared:
 
 @contextmanager
 def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
-    """Prepare the data of a spec in a folder that exists while the context is open; without data.preparation, read
-    none. Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with;
+    """Prepare the data of a spec in a folder that exists while the context is open; without data.preparation, no data
+    are read. Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with;
     DataError for a function that fails, a row that the algorithm cannot read, or a set without rows; Unreadable."""
     section = spec.data.preparation
     with tempfile.TemporaryDirectory(prefix="paceline-prepared-") as folder:
@@ -118,7 +119,7 @@ async def _prepare(spec: RunSpec, folder: Path, filters: Sequence[Filter], *, va
 async def _write(
     rows: Rows, path: Path, spec: RunSpec, filters: Sequence[Filter], left_out: Counter[str], where: str
 ) -> int:
-    """Write the remaining rows, and count the others; return the number of rows written."""
+    """Write the rows that pass the filters, and count the other rows; return the number of rows written."""
     has_tools = spec.prompts_have_tools
     check = row_check(spec.data, has_tools=has_tools) if spec.examples is None else check_example(spec)
     section, before, written = spec.data.preparation, Counter(left_out), 0

@@ -24,7 +24,8 @@ MIN_SUFFIX = 5
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 """Algorithms that train on a data set's examples."""
 SAME = "same"
-"""Value in reference.yaml: the library's name equals our key, or for TRL, without sections, the key's last part."""
+"""Value in reference.yaml: the library's name equals our key; TRL's name, which has no sections, equals the key's last
+part."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
 """Maps a key of `grpo` to the key's name in the sections of EXAMPLES, if that name is different."""
 
@@ -34,7 +35,7 @@ class ForeignName:
     library: str
     """Library's display name, `NeMo RL`; empty for a common word."""
     name: str
-    """Dotted name in the library; with `.*` every key below it."""
+    """Dotted name in the library; a name that ends with `.*` stands for every key below it."""
     key: str = ""
     """Our dotted key (`rewards.N.weight`); empty without a counterpart."""
     note: str = ""
@@ -95,8 +96,8 @@ def key_for(key: str, algorithm: str) -> str:
 
 def look_up(path: str) -> ForeignName | None:
     """Return the entry for the dotted name that was typed; None if no library has it. The search order is: the whole
-    name; the longest section above it that has an entry with `.*`; its last parts, because people write a name below
-    the section in which they expect it (`grpo.num_iterations`)."""
+    name; then the longest section above the name that has an entry with `.*`; then the name's last parts, because
+    people write a name below the section in which they expect it (`grpo.num_iterations`)."""
     for library in TABLES:
         if path in table(library):
             return table(library)[path]

@@ -16,7 +16,7 @@ NO_LIMIT_OF_STEPS = 1_000_000_000
 
 
 class AlgorithmSection(Section):
-    """Settings of one algorithm. The defaults are those of an algorithm without a reference."""
+    """Settings of one algorithm. The defaults are for an algorithm without a reference."""
 
     samples: ClassVar[bool]
     """True if the algorithm trains on rollouts, false if on examples of a data set."""
@@ -97,10 +97,11 @@ class GrpoSection(AlgorithmSection):
     overlong_filtering: bool = False
     """If true, a completion cut off at its token limit trains nothing, but its reward stays in the group's baseline."""
     use_dynamic_sampling: bool = False
-    """Drop groups in which no completion has an advantage, such as those with equal rewards, and admit others instead.
+    """Drop groups in which no completion has an advantage, such as groups with equal rewards, and admit other groups
+    instead.
     """
     max_generation_batches: PositiveInt = 10
-    """Pause the run after this many batches of dropped groups in a row, or two if all failures have one cause."""
+    """Pause the run after this many batches of dropped groups in a row, or after two if all failures have one cause."""
     max_generation_failures: PositiveInt = 3
     """A group is dropped after this many attempts to generate it have failed with an unexpected error. Attempts that a
     worker, the network or the coordinator ended do not count. A group whose prompt is too long, or refused by the
@@ -139,8 +140,8 @@ class GrpoSection(AlgorithmSection):
             raise ValueError(f"advantage_clip_low {low} is not below advantage_clip_high {high}")
         if (low or 0.0) > 0 or (high or 0.0) < 0:
             raise ValueError(
-                f"advantage_clip_low {low} and advantage_clip_high {high} leave out 0, so completions with an advantage of "
-                "0 would train; use bounds around 0"
+                f"advantage_clip_low {low} and advantage_clip_high {high} do not include 0, so completions with "
+                "an advantage of 0 would train; use bounds around 0"
             )
         return self
 
@@ -317,11 +318,11 @@ class OfflineGrpoSection(ExamplesSection):
     reference: ClassVar = "with_penalty"
 
     advantage: Literal["trl", "nemo", "dr_grpo", "rloo"] = "trl"
-    """Advantage of a completion relative to the others of its prompt; names as in `grpo.advantage`."""
+    """Advantage of a completion relative to the other completions of its prompt; names as in `grpo.advantage`."""
     reward_keys: tuple[str, ...] = ()
     """Columns whose sum is the reward; empty: `final_reward`, or all reward functions of TRL's completions."""
     min_reward_threshold: float | None = None
-    """Smallest reward of a trace that is used; traces below it are left out before any are compared."""
+    """Smallest reward of a trace that is used; traces with a smaller reward are left out before traces are compared."""
     max_traces_per_group: PositiveInt = Field(default=64, ge=2)
     """Divide a prompt with more traces into several examples of at most this many."""
 

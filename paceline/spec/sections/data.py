@@ -16,7 +16,7 @@ from paceline.spec.sections.base import PositiveFloat, PositiveInt, Section
 
 class ChoicesSection(Section):
     """Multiple-choice rows. Each row gets the columns `answer_choices` (the texts) and `answer_letter` (the letter of
-    the right one), and `{choices}` in `data.prompt_template` is the lettered list."""
+    the right answer), and `{choices}` in `data.prompt_template` is the lettered list."""
 
     keys: Annotated[tuple[str, ...], Field(min_length=1)]
     """One column with the list of answers (or, as in ARC, an object of `text` and `label`), or a column per answer."""
@@ -67,8 +67,8 @@ DATA_PRESETS: dict[DataPresetName, dict[str, Any]] = {
 
 
 def with_preset(values: Any) -> Any:
-    """Return the values of a `data` section, with those of its preset for missing keys. An unknown preset stays, and is
-    refused like any other wrong value."""
+    """Return the values of a `data` section, with the values of its preset for missing keys. An unknown preset stays,
+    and is refused like any other wrong value."""
     if not isinstance(values, dict):
         return values
     presets: dict[Any, dict[str, Any]] = {**DATA_PRESETS}
@@ -190,8 +190,8 @@ class DataSection(Section):
     rejected_key: str = "rejected"
     """Column with the worse completion, or a list of several."""
     preference_key: str | None = None
-    """Column with a number that says which completion is better: below 0 the one in `chosen_key`, above 0 the one in
-    `rejected_key`. Rows with 0 are left out and counted (`dpo`, `orpo`, `rm`, `kto`)."""
+    """Column with a number that says which completion is better: below 0 the completion in `chosen_key`, above 0 the
+    completion in `rejected_key`. Rows with 0 are left out and counted (`dpo`, `orpo`, `rm`, `kto`)."""
     label_key: str = "label"
     """Column that says whether the completion is good: true or false (`kto`)."""
     margin_key: str = "margin"

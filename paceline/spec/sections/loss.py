@@ -132,7 +132,8 @@ class LossSection(Section):
     veto: tuple[PositiveFloat, PositiveFloat] | None = None
     """Drop sequences with any proximal/behaviour ratio outside (low, high)."""
     m2_threshold: PositiveFloat | None = None
-    """M2PO: drop the tokens with the largest squared log proximal/behaviour ratio until its mean is at most this."""
+    """M2PO: drop the tokens with the largest squared log proximal/behaviour ratio until the mean of these squares is at
+    most this."""
     off_policy_mask_threshold: PositiveFloat | None = None
     """Drop sequences with a negative advantage whose mean log behaviour/current ratio exceeds this."""
 
@@ -187,7 +188,7 @@ class LossSection(Section):
         if self.reference_policy_kl_penalty == 0:
             raise ValueError(
                 f"reference_policy_sync_steps {steps} with reference_policy_kl_penalty 0: there is no reference to "
-                "synchronise; set the penalty, or leave it out"
+                "synchronise; set the penalty, or leave reference_policy_sync_steps out"
             )
         if self.reference_policy_pool == "reward":
             raise ValueError(

@@ -111,8 +111,8 @@ class ParallelSection(Section):
     """Division of the model among the learner's ranks: replicate × shard ranks; docs/operate/hosts.md."""
 
     replicate: Ranks = "auto"
-    """Copies of the model; the batch is divided among them and gradients are summed. auto: 1, or one for each host
-    whose GPUs hold the model's state."""
+    """Copies of the model; the batch is divided among them and gradients are summed. auto: 1, or one copy for each host
+    if the model's state fits on the GPUs of a host."""
     shard: Ranks = "auto"
     """Neighbouring ranks that divide each copy's weights, gradients and optimizer state. auto: all ranks of a copy."""
     context: PositiveInt = 1
@@ -370,7 +370,8 @@ class ValueSection(Section):
     max_grad_norm: Annotated[PositiveFloat, Usual(1e-3, 1e3, "1.0 in arXiv:2005.14165")] = 1.0
     """Gradients of the value model are clipped to this global norm."""
     cliprange: Annotated[PositiveFloat | None, Usual(0.01, 10, "0.2 in TRL, 0.5 in verl")] = 0.2
-    """A change of a value since the start of the step lowers the loss only up to this size; null: no bound."""
+    """Clip of a value's change since the start of the step: a larger change does not lower the loss further; null: no
+    clip."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     """λ of GAE: 0 uses the next token's value, 1 the reward alone."""
     gae_gamma: Annotated[float, Field(gt=0, le=1)] = 1.0

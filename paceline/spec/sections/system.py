@@ -1,5 +1,5 @@
-"""`weights`, `checkpointing`, `logger`, `cluster`: transport of weights, storage, records and processes of a run, and
-its alerts (`logger.rules`, `logger.webhooks`)."""
+"""Sections `weights`, `checkpointing`, `logger` and `cluster`: a run's transport of weights, its checkpoints, its
+records with alerts (`logger.rules`, `logger.webhooks`), and its processes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ class WeightsSection(Section):
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
-    """Expel a member of a transfer that neither receives bytes nor reports that it is loading for this many seconds."""
+    """Expel a member that, for this many seconds of a transfer, neither receives bytes nor reports that it is
+    loading."""
     allow_plaintext_network: bool = False
     """Allow unencrypted weights between hosts with certificates (`--tls-dir`): for a learner on several hosts, or an
     object store without TLS. Relays always use TLS."""
@@ -194,8 +195,8 @@ class LoggerSection(Section):
     keep_samples: bool = True
     """Keep trained groups in the ledger as the run's trace data set (`paceline samples`)."""
     keep_evaluations: NonNegativeInt = 8
-    """Completions are kept of the first evaluation and of this many newest evaluations (`paceline samples RUN --eval`);
-    0, or `keep_samples: false`, keeps none."""
+    """Number of the newest evaluations whose completions are kept, with those of the first evaluation
+    (`paceline samples RUN --eval`); 0, or `keep_samples: false`, keeps none."""
     keep_token_stats: Annotated[int, Field(ge=0, le=64)] = 2
     """Number of groups of rank 0 in each step for which the learner's log-probability and entropy of each token are
     kept, for the dashboard; 0 keeps none."""
@@ -206,7 +207,8 @@ class LoggerSection(Section):
     """Number of older versions that the learner keeps in host memory, each rank its shards. Tokens of other older versions
     are not compared. Default: max_trajectory_age_steps."""
     verify_drops: bool = False
-    """Drop the untrained groups of a named worker, if their tokens are of a version seen to be wrong. false trains them."""
+    """Drop a named worker's groups that are not trained yet and have tokens of a version seen to be wrong. false trains
+    them."""
     profile_period: NonNegativeInt = 0
     """Period in steps of torch's profiler on rank 0 of the learner, to measure time in collectives; slower. 0: never.
     """
@@ -214,7 +216,8 @@ class LoggerSection(Section):
     """If the learner has waited for this many seconds, a warning names the reason. Another warning follows after twice
     the time, and so on."""
     trackers: Annotated[tuple[TrackerSection, ...], Field(max_length=8)] = ()
-    """Trackers to which `paceline up`, or elsewhere `paceline track`, sends the run. At most one of each kind."""
+    """Trackers to which `paceline up` sends the run; without `paceline up`, `paceline track` does so. At most one of
+    each kind."""
 
     default_rules: bool = True
     """Warn by the default rules on metrics (docs/operate/alerts.md)."""

@@ -37,7 +37,7 @@ class RewardFunctionSection(Section):
     """One reward function."""
 
     PATH_ARGUMENTS: ClassVar[Mapping[str, str]] = {"process_reward_model": "path", "reward_model": "path"}
-    """Built-in functions with a keyword argument that is a path relative to the spec's folder, and the argument."""
+    """Maps a built-in function to the one of its keyword arguments that is a path relative to the spec's folder."""
 
     function: str
     """A built-in's name, or `path/to/file.py:function`."""
@@ -107,7 +107,7 @@ class RewardFunctionSection(Section):
 
 class EnvironmentSection(Section):
     """The environment of each sample, and the limits of its episodes. `class` or `tools` (or both), `agent` or
-    `command` names the user's code; the others stay empty."""
+    `command` names the user's code; the other keys stay empty."""
 
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True, validate_by_alias=True)
 
@@ -145,15 +145,15 @@ class EnvironmentSection(Section):
     parallel_calls: PositiveInt = 32
     """Concurrent calls of the user's code in one process."""
     renderer: str = "auto"
-    """How turns become tokens. A family of the package `renderers`: its code. `template`: the chat template, if
-    rendering more turns provably extends rendering fewer. `auto`: the family of a known model's name, else
-    `template`."""
+    """How turns become tokens. The name of a family of the package `renderers`: this family's code. `template`: the
+    chat template, if the rendering of more turns provably extends the rendering of fewer. `auto`: the family of a known
+    model's name, else `template`."""
     tool_parser: Literal["auto", "hermes", "json", "none"] = "auto"
     """Format of tool calls in the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is
     one call), `none`; auto: the renderer's format, else the chat template's."""
     train_call: str = ""
     """`path/to/file.py:function`, `train_call(messages, tools) -> bool`: selects the requests of an agent that train;
-    the others, such as those for a title, are answered and left out."""
+    other requests, such as a request for a title, are answered but do not train."""
     advantage: TurnAdvantage = "outcome"
     """Advantage of a turn's tokens: `outcome` the sample's advantage; `discounted` the discounted rewards from the turn
     on, relative to those of all turns of the group; `turn_level` the sample's advantage plus `turn_weight` times the
@@ -194,9 +194,7 @@ class EnvironmentSection(Section):
             if value
         ]
         if len(named) > 1:
-            raise ValueError(
-                f"{' and '.join(named)} are both set, but an environment has only one of them; remove the others"
-            )
+            raise ValueError(f"{' and '.join(named)} are set, but an environment has only one of them; keep one")
         if self.train_call and self.has_class:
             raise ValueError(f"train_call decides on an agent's requests, and {named[0]} sends none; remove train_call")
         return self

@@ -37,10 +37,10 @@ class SpeculativeSection(Section):
     def _check(self) -> SpeculativeSection:
         if (self.method == "draft_model") != (self.model is not None):
             raise ValueError(
-                f"method {self.method!r} with model {self.model!r}; set model for draft_model, and only for it"
+                f"method {self.method!r} with model {self.model!r}; only draft_model takes a model, and it needs one"
             )
         if self.model is not None and self.model.startswith("run:"):
-            raise ValueError(f"model {self.model!r}: a draft model is no reference to a run; write the export's folder")
+            raise ValueError(f"model {self.model!r}: run:ID cannot name a draft model; write the export's folder")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}"

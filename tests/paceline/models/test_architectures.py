@@ -16,7 +16,7 @@ NAME = "policy.model_name 'm'"
     ("config", "reason"),
     [
         ({"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "index_topk": 2048}, "sparse attention"),
-        ({"model_type": "xlstm"}, "one sequence of a row"),
+        ({"model_type": "xlstm"}, "does not support their layers"),
         (
             {"model_type": "new", "layer_types": ["full_attention", "linear_attention"]},
             r"\(linear_attention\)",
