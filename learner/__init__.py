@@ -1,1 +1,1 @@
-"""Model, objectives, packing, optimizer, checkpoints, publishing weights. Knows no server."""
+"""Trains the policy and publishes its weights: model, objectives, packing, optimizer, checkpoints. Knows no server."""

@@ -1,9 +1,10 @@
-"""Advantages of a whole batch from its rewards, relative to the group or to the batch, with the KL to the reference
-subtracted if the spec says so. Also PPO's mathematics: generalised advantage estimation and the clipped value loss.
+"""Computes the advantages of a whole batch from its rewards, relative to the group or to the batch. If the spec says
+so, the KL to the reference is subtracted from the rewards. Also has PPO's mathematics: generalised advantage estimation
+and the clipped value loss.
 
 Promise: the result depends only on the global batch, not on how ranks, updates or micro-batches split it; sequences
-without a reward stay outside every statistic and get 0. Suffixes: S sequences (of the global batch, for `gae` of a
-micro-batch), F reward functions, N active tokens, T tokens of the longest.
+without a reward stay outside every statistic and get 0. Suffixes: S sequences (of the global batch; in `gae`, of a
+micro-batch), F reward functions, N active tokens, T tokens of the longest sequence.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ class ScoredBatch:
 
 
 def batch_advantages(batch: ScoredBatch, spec: RunSpec, step: int = 0) -> Float64Array:
-    """Return the [S] advantages before clipping. For REINFORCE++, return the base of each sequence for
-    `whitened_token_advantages` instead, NaN for a sequence without a reward. Gates are applied to the rewards first.
-    Each reward function has its weight of step `step`.
+    """Return the [S] advantages before clipping. For REINFORCE++, return instead the base of each sequence that
+    `whitened_token_advantages` reads; NaN for a sequence without a reward. Gates are applied to the rewards first. The
+    weight of each reward function is its weight at step `step`.
 
-    - group presets: as `advantages`, of reward - β·ΣKL (RLOO in TRL).
+    - group presets: as `advantages` computes them, from reward - β·ΣKL (RLOO in TRL).
     - `trl_batch`: (r - group mean) / (std of the batch's r + 1e-4) (TRL's `scale_rewards="batch"`, Liu et al. 2025,
       arXiv 2508.08221).
-    - `gdpo`: z_f = (r_f - group mean) / (group std + 1e-4) for each function, Σ_f weight_f·z_f over the batch's std + 1e-4
-      (arXiv 2601.05242; TRL's `normalize_then_sum`, which also subtracts the batch's mean: it is 0).
+    - `gdpo`: z_f = (r_f - group mean) / (group std + 1e-4) for each function; Σ_f weight_f·z_f is divided by its std
+      over the batch + 1e-4 (arXiv 2601.05242; TRL's `normalize_then_sum` also subtracts the batch's mean, which is 0).
     - `reinforce_pp`: r. `reinforce_pp_baseline`: r - group mean (Hu et al. 2025, arXiv 2501.03262).
     """
     name = spec.grpo.advantage
     totals_S = totals(batch.rewards_SF, spec.rewards, step)
     if name == "reinforce_pp":
         return totals_S
-    in_reward = batch.penalties_S.any() and name != "reinforce_pp_baseline"  # it takes its KL of each token instead
+    in_reward = batch.penalties_S.any() and name != "reinforce_pp_baseline"  # that one subtracts the KL of each token
     advantages_S = np.zeros_like(totals_S)
     for group_id in np.unique(batch.group_ids_S):
         of_group_S = batch.group_ids_S == group_id
@@ -85,9 +86,9 @@ def whitened_token_advantages(
 
 
 def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return (A - mean) / √max(variance, 1e-8). Mean and variance are taken over the scored tokens of the global batch,
-    and the variance divides by the number of these tokens (OpenRLHF). The result is 0 for tokens that are not scored,
-    and for all tokens if all values are equal.
+    """Return (A - mean) / √max(variance, 1e-8). Mean and variance are taken over the scored tokens of the global batch;
+    the divisor of the variance is the number of these tokens (OpenRLHF). The result is 0 for tokens that are not
+    scored, and for all tokens if all values are equal.
 
     Args:
         raw: one [N] per micro-batch of this rank.
@@ -98,7 +99,8 @@ def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> l
         torch.stack([_moments(values, device, 0.0, power=0), _moments(values, device, 0.0, power=1)])
     ).tolist()
     mean = total / max(count, 1.0)
-    if math.isfinite(total) and _are_equal(values, device):  # their mean is seldom exactly the same number
+    # The mean of equal values is rounded, so it may differ from them.
+    if math.isfinite(total) and _are_equal(values, device):
         return [torch.zeros_like(raw_N) for raw_N in raw]
     squares = sum_over_ranks(_moments(values, device, mean, power=2)).item()
     std = math.sqrt(max(squares / max(count, 1.0), MIN_VARIANCE))
@@ -130,7 +132,7 @@ def _moments(values: list[Tensor], device: torch.device, mean: float, power: int
 def _sums_to_the_end(values_N: Tensor, sequence_N: Tensor) -> Tensor:
     """Return [N]: the sum of the values from each token to the end of its sequence."""
     backwards_N = values_N.double().flip(0).cumsum(0).flip(0)
-    # The cumulative sum right after the sequence's last token is the part of later sequences.
+    # The cumulative sum right after the sequence's last token belongs to later sequences.
     ends_N = torch.searchsorted(sequence_N, sequence_N, right=True)
     padded = torch.cat((backwards_N, backwards_N.new_zeros(1)))
     return (backwards_N - padded[ends_N]).to(values_N.dtype)

@@ -1,6 +1,6 @@
-"""Small collectives of a training step over the default process group; without a group, of the single rank's values.
+"""Small collectives of a training step over the default process group; without a group, over the one rank's values.
 
-Promise: only tensors travel (object collectives pickle), and every rank returns the same values.
+Promise: only tensors travel (object collectives use pickle), and every rank returns the same values.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def rows_of_all_ranks(local_RK: Tensor) -> tuple[Tensor, int]:
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """Return rank 0's `data` on every rank; the other ranks' argument is ignored."""
+    """Return rank 0's `data` on every rank; the argument of the other ranks is ignored."""
     if world_size() == 1:
         return data
     length = torch.tensor([len(data)])

@@ -1,4 +1,4 @@
-"""The interface of an engine: token ids in, sampled token ids with log-probabilities and version spans out.
+"""The interface of an engine, which gets token ids and returns sampled ones with log-probabilities and version spans.
 
 Promise of every engine: every token has the log-probability under the distribution that it was sampled from, and the
 version of the weights that made it; a request's tokens depend on its seed, not on the rest of the batch; weights change
@@ -39,7 +39,7 @@ class SamplingParams:
     max_new_tokens: int
     """Longest completion in tokens, including a prefix."""
     min_new_tokens: int = 0
-    """Number of tokens before which stop tokens have probability 0."""
+    """Stop tokens have probability 0 until the completion has this many tokens."""
     temperature: float = 1.0
     """Divisor of the logits; above 0 (1e-4 is practically greedy)."""
     top_p: float = 1.0
@@ -109,7 +109,7 @@ class GenerationRequest:
     """One completion to sample."""
 
     request_id: str
-    """Name of the request for `abort`; unique among those that run or wait."""
+    """Name of the request for `abort`; unique among the requests that run or wait."""
     prompt_ids: IntArray
     """[P] tokens of the prompt."""
     params: SamplingParams
@@ -119,8 +119,9 @@ class GenerationRequest:
     prefix: Completion | None = None
     """An unfinished completion that a worker has returned; generation continues from its end."""
     on_progress: Callable[[Completion], None] | None = None
-    """Function called with the tokens so far, as an abort returns them, whenever new ones are sampled: on the caller's
-    loop, in order, never after `generate` has returned. The last tokens may come only with the result."""
+    """Function called whenever new tokens are sampled, with all tokens so far in the form in which an abort returns
+    them: on the caller's loop, in order, never after `generate` has returned. The last tokens may come only with the
+    result."""
     stop: StopStrings | None = None
     """Strings that end the completion, besides the stop tokens."""
 
@@ -154,7 +155,8 @@ class PromptLogprobs:
     top_ids: IntArray
     """[P] id of the likeliest token at each position; -1 at the first."""
     top_logprobs: FloatArray
-    """[P] log-probability of the likeliest token, as in `logprobs` if the given token is as likely; NaN at the first.
+    """[P] log-probability of the likeliest token; the number in `logprobs` if the given token is as likely; NaN at the
+    first.
     """
     version: Version
     """The version that computed all these log-probabilities."""
@@ -166,7 +168,7 @@ class Engine(Protocol):
     version: Version | None
     """Version of the weights in use; None before the first ones."""
     max_batch_size: int
-    """Number of sequences that are decoded at a time; further ones wait."""
+    """Number of sequences that are decoded at a time; further sequences wait."""
 
     @property
     def num_running(self) -> int:
@@ -201,9 +203,9 @@ class Engine(Protocol):
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
         """Put `weights` in use as `version`, between two decode steps. Names are those of the model's state_dict. If
         the run trains an adapter (policy.lora_cfg), only the adapter comes, with the names of
-        `paceline.weights.format.lora_names`. Weights in a segment of host memory (`HostWeights`) are mapped and
-        loaded from there. Return the seconds in which no token was sampled because of it. The tensors must not
-        change before it returns. A cancelled call may still take effect, which `version` shows.
+        `paceline.weights.format.lora_names`. Weights in a segment of host memory (`HostWeights`) are mapped and loaded
+        from there. Return the seconds in which no token was sampled because of the update. The tensors must not change
+        before the call returns. A cancelled call may still take effect, which `version` shows.
 
         Raises InvalidInput: a name is missing or unknown, a shape is wrong, an element is not finite. Raises WireError:
         bytes of `HostWeights` are not the sender's. The old weights stay in use.
@@ -214,8 +216,8 @@ class Engine(Protocol):
 
 
 def check_prompt_length(num_tokens: int, max_tokens: int) -> None:
-    """Raise InvalidInput for a prompt without tokens, and PromptTooLong for one that leaves no room for a completion
-    within the `max_tokens` of both together."""
+    """Raise InvalidInput for a prompt without tokens, and PromptTooLong for a prompt that leaves no room for a
+    completion: prompt and completion together have at most `max_tokens`."""
     if not 0 < num_tokens < max_tokens:
         raise (PromptTooLong if num_tokens else InvalidInput)(
             f"the prompt has {num_tokens} tokens, but must have 1 to {max_tokens - 1}: "
@@ -243,7 +245,9 @@ def check_prefix(prefix: Completion) -> None:
     if prefix.finish_reason != "abort":
         raise InvalidInput(f"prefix ended with {prefix.finish_reason!r}; only 'abort' can be continued")
     if len(prefix.logprobs) != num_tokens:
-        raise InvalidInput(f"prefix has {num_tokens} tokens but {len(prefix.logprobs)} log-probabilities")
+        raise InvalidInput(
+            f"prefix cannot be continued: it has {num_tokens} tokens but {len(prefix.logprobs)} log-probabilities"
+        )
     ends = [0, *(span.end for span in prefix.spans)]
     if ends[-1] != num_tokens or any(
         span.start != end or span.end <= span.start for span, end in zip(prefix.spans, ends, strict=False)

@@ -10,9 +10,9 @@ from paceline.spec import RunSpec
 
 def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> Engine:
     """Return the engine that `policy.generation.backend` names, for the model in `policy`, on `device`. With
-    `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without, only the structure is read
-    from there, and `generate` raises until `update_weights` was called. An adapter's base is always read. `auto`,
-    which is replaced when a run is submitted, is vLLM on a GPU if it is installed."""
+    `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without `load_weights` only the structure
+    of the model is read, and `generate` raises until `update_weights` was called. An adapter's base is always read.
+    `auto`, which is replaced when a run is submitted, is vLLM on a GPU if it is installed."""
     backend = spec.policy.generation.backend
     if backend == "auto":
         has_vllm = importlib.util.find_spec("vllm") is not None

@@ -1,6 +1,6 @@
 """Stop strings: a completion ends with the token that completes one of them. Promise: tokens and log-probabilities are
-exact up to there, because the engine samples nothing after that token; the text ends with the stop string, even if
-the token has further characters."""
+those that were sampled, because the engine samples nothing after that token. The text ends with the stop string, even
+if the token has further characters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.chat.completion_texts import text_of
 from paceline.groups import Completion, IntArray, cut_spans
 
 UNFINISHED = "\ufffd"
-"""Character that a decoder writes for bytes that are no character (yet)."""
+"""Character that a decoder writes for bytes that are not, or not yet, a character."""
 Decode = Callable[[list[int]], str]
 
 
@@ -41,8 +41,9 @@ class StopStrings:
         return scanner
 
     def end(self, token_ids: IntArray) -> str | None:
-        """Return a completion's text, up to and including the stop string that the last token completes (None if there
-        is none). A stop string with a special token of the chat is not text, so the text ends before it."""
+        """Return a completion's text, up to and including the stop string that the last token completes; None if the
+        last token completes none. A stop string with a special token of the chat is not text, so the text ends before
+        it."""
         ids = token_ids.tolist()
         for decode in (self._decode, self._decode_all):
             text, before = decode(ids), len(decode(ids[:-1]).rstrip(UNFINISHED))

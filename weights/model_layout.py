@@ -48,9 +48,9 @@ class WeightLayout:
         return cls(shapes, list(groups.values()), type(module).__name__, vocab_size)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise InvalidInput if `weights` do not fit: an unknown or missing name, a wrong shape, a NaN. Of names that
-        share one tensor (tied embeddings) any may be left out; those that come must be equal. `HostWeights` are not
-        checked for NaN here, because their verification does that."""
+        """Raise InvalidInput if `weights` do not fit: an unknown or missing name, a wrong shape, a NaN. Of the names
+        that share one tensor (tied embeddings) any may be left out; the tensors under the others must be equal.
+        `HostWeights` are not checked for NaN here, because their verification does that."""
         _refuse("unknown weights", [name for name in weights if name not in self.shapes])
         _refuse("missing weights", [names[0] for names in self.tied if not any(name in weights for name in names)])
         for name, tensor in weights.items():
@@ -104,7 +104,8 @@ def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
 
 
 def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
-    """Return the end tokens of config, generation config and tokenizer: many chat models name them in one only."""
+    """Return the end tokens of config, generation config and tokenizer: many chat models name them in only one
+    place."""
     token_ids: set[int] = set()
     sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
     folder = Path(model_source(policy.model_name))

@@ -22,7 +22,7 @@ MAGIC = 0xCAFEBEEF
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t with the fields of NCCL 2.14 only: `size` tells the library that there are no more."""
+    """ncclConfig_t with the fields of NCCL 2.14 only: `size` tells the library that there are no further fields."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),

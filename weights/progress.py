@@ -1,4 +1,4 @@
-"""Progress of a member with a version, its time limits, and the result of an attempt to bring a version to it."""
+"""Describes a member's progress with a version, its time limits, and the result of an attempt to bring it a version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Failure = Literal["", "link", "silent", "refused"]
 """Reason why a version did not reach a member: the bytes came too late; no answer came; or the member refused it."""
 
 FLOOR_BYTES_PER_S = 20e6
-"""Slowest rate in bytes per second at which a member may check and load; slower ones count as faulty."""
+"""Slowest rate in bytes per second at which a member may check and load; slower members count as faulty."""
 
 
 class WeightProgress(NamedTuple):

@@ -1,1 +1,1 @@
-"""Samples and packed batches, from groups and examples."""
+"""Makes samples and packed batches from groups and examples."""

@@ -22,7 +22,8 @@ Row = dict[str, Any]
 
 
 class ExampleEncoder:
-    """The tokenizer with a run's settings. Methods raise InvalidInput for a text that is too long or refused."""
+    """The tokenizer with a run's settings. Methods raise InvalidInput for a text that is too long or that the chat
+    template refuses."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +33,8 @@ class ExampleEncoder:
         self._ends = True
 
     def of_row(self, row: Mapping[str, Any]) -> ExampleEncoder:
-        """Return the encoder for a row's texts: the chat template gets its tools; no end token if truncated."""
+        """Return the encoder for a row's texts: the chat template gets the row's tools; a truncated text gets no end
+        token."""
         tools = tools_of(row)
         if tools is None and is_whole(row):
             return self

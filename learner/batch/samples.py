@@ -1,10 +1,10 @@
 """The training sample, made from groups or examples, and the packed batch of several samples.
 
-Promise: a packed batch has each sequence without its last token, which is only predicted, so no unused value is
-computed. Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N
+Promise: a packed batch leaves out the last token of each sequence, because that token is only predicted; so no unused
+value is computed. Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N
 completion tokens and S sequences in it.
 
-With `policy.shared_prompts` a row has a prompt once, and the tokens of its completions behind it. The positions of each
+With `policy.shared_prompts` a row has a prompt once, followed by the tokens of its completions. The positions of each
 completion continue the prompt's. Prompts are compared by token ids, never by text.
 """
 
@@ -27,23 +27,24 @@ from paceline.spec import RunSpec
 
 
 class SharedPrompt(NamedTuple):
-    """A prompt in a row, with the tokens behind it of each completion."""
+    """A prompt in a row, followed by the tokens of its completions."""
 
     begin: int
-    """Index of its first token in the row."""
+    """Index of the prompt's first token in the row."""
     length: int
-    """Number of its tokens."""
+    """Number of the prompt's tokens."""
     own: tuple[int, ...]
-    """Number of tokens of each completion behind it, in order; 0 for one that only the prompt predicts."""
+    """Number of tokens in the row of each completion, in order; 0 for a completion whose only token the prompt
+    predicts."""
 
     @property
     def end(self) -> int:
-        """Index behind its last completion."""
+        """Index behind the prompt's last completion."""
         return self.begin + self.length + sum(self.own)
 
 
 class Unshared(NamedTuple):
-    """A row with shared prompts as if each span had its prompt's tokens before it."""
+    """A row with shared prompts, laid out as if each completion had its own copy of the prompt before it."""
 
     tokens: Tensor
     """[U] index in the row of each token."""
@@ -55,7 +56,7 @@ class Unshared(NamedTuple):
 @dataclass(eq=False)
 class SequenceLayout:
     """Boundaries of the sequences in one packed row [1, T]; never changed. It is not `frozen`, because torch 2.11's
-    torch.compile takes a frozen dataclass as a constant, and would compile again for each number of runs."""
+    torch.compile takes a frozen dataclass as a constant, and would compile again for each length of `runs`."""
 
     runs: tuple[tuple[int, int], ...]
     """(count, length) of each run of neighbouring spans with equal length, in order. A span is a sequence; with shared
@@ -77,8 +78,9 @@ class SequenceLayout:
 
     @property
     def costed_runs(self) -> list[tuple[int, int]]:
-        """(count, length) of sequences that would cost as much: a completion of W tokens behind a prompt of P adds
-        (P + W)² - P² - W² to its own attention, and no token."""
+        """(count, length) of separate sequences whose attention would cost as much as this row; a negative count
+        subtracts. A completion of W tokens behind a prompt of P tokens adds (P + W)² - P² - W² to the cost, and no
+        token."""
         behind = [(prompt.length, sum(prompt.own)) for prompt in self.shared]
         return [*self.runs, *(run for p, w in behind for run in ((1, p + w), (-1, p), (-1, w)))]
 
@@ -119,7 +121,7 @@ class PaddedBatch(NamedTuple):
 
 
 MOST_PADDED = 1.15
-"""Largest number of tokens of a padded batch, padding included, for each of its real tokens."""
+"""Largest ratio of the tokens of a padded batch, padding included, to its real tokens."""
 
 
 def _padded(lengths: Sequence[int], device: torch.device) -> PaddedBatch:
@@ -188,7 +190,7 @@ class TrainingSample:
     prompt_ids: IntArray
     """[P] tokens of the prompt, P > 0: the last one predicts the first completion token."""
     completion_ids: IntArray
-    """[T] tokens of the completion. T = 0 trains nothing, but counts as a sequence."""
+    """[T] tokens of the completion. A sample with T = 0 trains nothing, but counts as a sequence."""
     behaviour_logprobs_T: FloatArray | None = None
     """[T] log-probabilities by the sampler (log μ), in nats. None for supervised data."""
     versions_T: IntArray | None = None
@@ -196,14 +198,14 @@ class TrainingSample:
     rewards_F: FloatArray | None = None
     """[F] rewards as the functions returned them, NaN for None; `assign_advantages` computes advantages from them."""
     trained_T: np.ndarray | None = None
-    """[T] True for completion tokens that train; the others are only context. None if all train."""
+    """[T] True for completion tokens that train; the other tokens are only context. None if all train."""
     label: PreferenceLabel | None = None
-    """Label of the completion in the data set. None if the data set has none (`grpo`, `sft`)."""
+    """Label of the completion in the data set. None if the data set has no labels (`grpo`, `sft`)."""
     reference_logprobs_T: FloatArray | None = None
     """[T] log-probabilities by a teacher or by the policy before training (log π_ref), if the reward pool serves them.
     """
     truncated: bool = False
-    """True if the completion reached its token limit: `gae` takes the value of its last state for the missing rewards.
+    """True if the completion reached its token limit: `gae` then takes the value of its last state for missing rewards.
     """
     advantage: float | None = None
     """Advantage of every completion token, if the data set determines it (`offline_grpo`); else None."""
@@ -245,10 +247,10 @@ class TrainingSample:
 
 
 def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainingSample]:
-    """Return a sample for each completion of scored groups; with an environment for each transcript. With
-    grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a truncated completion stays
-    in the batch without tokens. Raises InvalidInput for a group without rewards or with another number than the spec
-    has functions, and for one without log-probabilities of the reference if the reward pool serves them."""
+    """Return a sample for each completion of scored groups, or, with an environment, for each transcript. With
+    grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a truncated completion stays in
+    the batch without tokens. Raises InvalidInput if a group has no rewards, or another number of rewards than the spec
+    has functions; also if the reward pool serves log-probabilities of the reference and a group has none."""
     sequences = []
     for group in groups:
         if group.rewards_CF is None or group.rewards_CF.shape != (group.num_samples, len(spec.rewards)):
@@ -354,19 +356,19 @@ class PackedBatch:
     reference_N: Tensor | None = None
     """[N] log π_ref if it came with the batch. None if the step computes it or does not need it."""
     labels_S: tuple[PreferenceLabel, ...] = ()
-    """Label of each sequence in the data set; empty if it has none."""
+    """Label of each sequence in the data set; empty if the data set has no labels."""
 
 
 MIN_SAVED_TOKENS, MIN_SAVED_SHARE = 16, 1 / 16
-"""A prompt is shared if this saves MIN_SAVED_TOKENS, and MIN_SAVED_SHARE of the tokens that the sequences would have if
-each were as short as the shortest one. Sharing costs two more calls of attention in each layer, and separates equal
-lengths of several groups. By this rule a further sequence never ends the sharing, so a row has no more tokens than were
-counted for its parts."""
+"""A prompt is shared if sharing saves at least MIN_SAVED_TOKENS tokens, and at least MIN_SAVED_SHARE of the tokens that
+the sequences would have if each were as short as the shortest one. Sharing has a price: two more calls of attention in
+each layer, and sequences of equal length in different groups no longer run together. By this rule a further sequence
+never ends the sharing, so a row has no more tokens than were counted for its parts."""
 
 
 def shared_tokens(sequences: Sequence[TrainingSample], known: int | None = None) -> int:
-    """Return the length of the prefix that all prompts of a group's sequences have (`known` if it is given), or 0 if
-    sharing it does not pay."""
+    """Return the length of the prefix that the prompts of a group's sequences have in common (`known` if it is given),
+    or 0 if sharing it does not pay."""
     length = _equal_tokens([sequence.prompt_ids for sequence in sequences]) if known is None else known
     saved, shortest = (len(sequences) - 1) * length, min(sequence.num_row_tokens for sequence in sequences)
     return length if saved >= max(MIN_SAVED_TOKENS, MIN_SAVED_SHARE * len(sequences) * shortest) else 0
@@ -416,7 +418,7 @@ class _Row:
 
 def pack_samples(sequences: Sequence[TrainingSample], device: torch.device, *, share: bool = False) -> PackedBatch:
     """Pack sequences end to end in the given order. Each has at least one completion token that trains. With `share`,
-    neighbours of one group have the beginning of their prompts once (`shared_tokens`)."""
+    the row has the common beginning of the prompts of neighbours from one group only once (`shared_tokens`)."""
     lengths_S = np.array([s.num_trained_tokens for s in sequences])
     row = _Row()
     for _, neighbours in itertools.groupby(sequences, key=lambda s: s.group_id):

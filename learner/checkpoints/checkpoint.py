@@ -2,13 +2,13 @@
 
 A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
 of every other file; a folder without it is torn, and no reader accepts it. Each rank lists the files that it wrote, and
-rank 0 checks that its folder has all of them: ranks on several hosts may each have a folder of that path, and a
-manifest of a part would call half a checkpoint complete.
+rank 0 checks that it sees all of them: on several hosts one path may name different folders, and a manifest of one
+folder would call half a checkpoint complete.
 
 Promise: `load` accepts only the bytes that `save` wrote, and training continues from them as if it had never stopped
-(bit for bit on CPUs at the same world size and thread count; the manifest has both). With a storage key every file but
-the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so they are compared without the key. The
-manifest has names, sizes, hashes and the position.
+(bit for bit on CPUs at the same world size and thread count; the manifest has both). With a storage key every file
+except the manifest is encrypted. Sizes and hashes are those of the encrypted bytes, so they can be compared without the
+key. The manifest, which is not encrypted, has names, sizes, hashes and the position.
 
 Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares
 every file with the manifest, and the manifest with a given hash, before it opens a file. Pass only a hash from the
@@ -89,8 +89,8 @@ def save(
 ) -> Checkpoint | None:
     """Write the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks. `chain_hash`
     is the position in the ledger's hash chain. The learning rate is a function of the step, so there is no scheduler
-    state. Return the checkpoint on rank 0, once all files are on disk, and None on the others. Raises Conflict if it
-    exists and is complete, Unavailable if writing failed (a full disk), which leaves it torn."""
+    state. Return the checkpoint on rank 0, once all files are on disk, and None on the other ranks. Raises Conflict if
+    a complete checkpoint of this step exists, Unavailable if writing failed (a full disk); the folder is then torn."""
     folder = prepare(directory, session, step)
     return write(
         whole_state(model, optimizer, critic, reference), folder, session=session, step=step, chain_hash=chain_hash
@@ -98,11 +98,11 @@ def save(
 
 
 def prepare(directory: Location, session: int, step: int) -> Folder:
-    """Return a new checkpoint's folder, emptied by rank 0. Raises Conflict if it has a complete checkpoint."""
+    """Return a new checkpoint's folder, emptied by rank 0. Raises Conflict if the folder has a complete checkpoint."""
     folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
         if folder.exists(CHECKPOINT_MANIFEST):
-            raise Conflict(f"checkpoint {folder} exists and is complete")
+            raise Conflict(f"checkpoint {folder} exists and is complete, so it is not written again")
         folder.remove()  # a torn one of this session, which no other process uses
         folder.make()  # another rank's writer may create it meanwhile
     return folder
@@ -128,9 +128,9 @@ def write(
     extra: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
     """Write `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
-    With `shared` false each rank has a separate folder, and the files of all have to be brought together.
-    `num_threads` is the number of threads that computed the state, if another thread calls; `extra` is for the
-    manifest. Return the checkpoint on rank 0 and None on the others. Raises Unavailable."""
+    If `shared` is false, each rank has a separate folder, and the caller must bring the files of all ranks together.
+    `num_threads` is the number of threads that computed the state (None: those of the calling thread); `extra` is for
+    the manifest. Return the checkpoint on rank 0 and None on other ranks. Raises Unavailable."""
     with as_error(Unavailable, f"checkpoint {folder} could not be written"):
         save_collectively(
             state,
@@ -164,11 +164,11 @@ def load(
     reference: nn.Module | None = None,
 ) -> CheckpointManifest:
     """Load a checkpoint into `model`, `optimizer`, `critic` and `reference`; return its manifest. A collective call.
-    Any world size and sharding will do. torch's generators are restored if the world size is the one that wrote the
-    checkpoint, and stay unchanged otherwise. Raises NotFound if there is no such folder or no manifest in it,
-    Conflict if the manifest is not the expected one or a file is not the manifest's, Unavailable if the disk or
-    store cannot be read now, WrongKey if it is encrypted with another storage key: the same error on all ranks,
-    before anything is unpickled. Raises Misfit if it is complete, but of another model."""
+    The checkpoint may have been written with another world size and sharding. torch's generators are restored if the
+    world size is equal, and stay unchanged otherwise. Raises NotFound if there is no such folder or no manifest in it,
+    Conflict if the manifest is not the expected one or a file differs from the manifest, Unavailable if the disk or
+    store cannot be read now, WrongKey if the checkpoint is encrypted with another storage key. All ranks raise the same
+    error, before anything is unpickled. Raises Misfit if the checkpoint is complete, but of another model."""
     rank, ranks = _rank(), world_size()
     verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
     manifest = verified.manifest
@@ -196,7 +196,7 @@ def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
     """Delete all checkpoints, complete or torn, that are older than the newest one in `keep`, except those in `keep`
-    and `spared`; newer ones may be in progress. Return the deleted ones' `str(checkpoint.path)`."""
+    and `spared`; newer ones may be in progress. Return the folders of the deleted checkpoints, as texts."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
@@ -253,8 +253,9 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
 
 @contextmanager
 def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
-    """Raise a failure of torch, which is no subclass of Exception and would pass every handler, as an error of type
-    `kind`. Also suppress torch's warning about a missing process group, whose absence is intended."""
+    """Raise a failure that torch reports as an error of type `kind`: the class of torch's report is no subclass of
+    Exception, so no handler would catch it. Also suppress torch's warning about a missing process group, whose absence
+    is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
@@ -299,7 +300,7 @@ def _rank() -> int:
 
 
 LATE_PAUSES_S = (0.5, 1.0, 2.0)
-"""Pauses in seconds before each new check for a missing file of another rank: network file systems may show it late."""
+"""Pauses in seconds before new checks for a missing file of another rank; network file systems may show a file late."""
 
 
 def files_of_all_ranks(
@@ -327,11 +328,11 @@ def files_of_all_ranks(
         present = folder.files()
     if missing := sorted(name for name in listed if present.get(name) != listed[name]):
         raise Unavailable(
-            f"checkpoint {folder}: rank 0 does not see {missing[0]!r} as another rank wrote it; checkpoint_dir must be seen by "
-            "all ranks"
+            f"checkpoint {folder}: rank 0 does not see {missing[0]!r} as another rank wrote it; checkpoint_dir must be "
+            "one folder that all ranks share"
         )
     if foreign := sorted(present.keys() - listed.keys()):
-        raise Unavailable(f"checkpoint {folder}: {foreign[0]!r} was written by no rank")
+        raise Unavailable(f"checkpoint {folder}: {foreign[0]!r} is in the folder, but no rank wrote it")
     return tuple(sorted(files, key=lambda file: file.path))
 
 

@@ -1,5 +1,5 @@
 """Exports the policy as a Hugging Face folder: from tensors, from the shards of a model in training, or from a
-checkpoint. Also exports its adapter alone, as a folder that PEFT reads.
+checkpoint. Also exports only the adapter, as a folder that PEFT reads.
 
 Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the requested
 type, with tied embeddings still tied; the folder appears whole or not at all; no whole copy of the model is made.
@@ -42,9 +42,9 @@ def export_pretrained(
     replace: bool = False,
 ) -> Location:
     """Write `tensors` (a whole state dict by Hugging Face names, as `gather_weights` returns it) as a model folder.
-    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name`, or from `model_name` if
-    it has one. `dtype` None keeps the tensors' types. Raises Conflict if `directory` exists (with `replace`: and is
-    no export), InvalidInput if names or shapes are not the model's."""
+    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name`, or from `model_name` if it
+    has one. `dtype` None keeps the tensors' types. Raises Conflict if `directory` exists (with `replace`: only if it is
+    not an export), InvalidInput if names or shapes are not the model's."""
     weights = {name: Weight(tensor.detach()) for name, tensor in tensors.items()}
     policy = PolicySection(model_name=model_name, tokenizer_name=tokenizer_name)
     _write(directory, pieces(weights, dtype), weights, policy, dtype, scoring, replace=replace)
@@ -85,9 +85,9 @@ def export_live(
     piece_bytes: int = PIECE_BYTES,
 ) -> Exception | None:
     """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export. `origin`
-    is the run. A collective call of all ranks. Return rank 0's error, if it, the only writer, could not write, after
-    all ranks have gone through every tensor; None on the others. Raises errors that separate the ranks. The model is
-    unchanged, and rank 0 holds a few pieces of it at a time."""
+    is the run. A collective call of all ranks, in which only rank 0 writes. If rank 0 cannot write, it returns the
+    error after all ranks have gone through every tensor; otherwise return None. Raises errors of the collectives, after
+    which the ranks cannot go on together. The model is unchanged, and rank 0 holds a few pieces of it at a time."""
     weights = export_weights(model)
     apart: list[Exception] = []
     stream = _watched(pieces(weights, dtype, piece_bytes), apart)
@@ -124,9 +124,9 @@ def export_checkpoint(
     origin: Origin | None = None,
 ) -> Location:
     """Export a checkpoint as a folder at a path or an fsspec URL, in one process and without a process group; `dtype`
-    None is float32. `origin` is the checkpoint's run. An adapter is merged into its base; with `adapter_only` only
-    the adapter is written, in peft's format. Host memory must hold one tensor, or the base of an adapter. Also
-    raises as `paceline.learner.checkpoints.verification.verify`."""
+    None is float32. `origin` is the checkpoint's run. An adapter is merged into its base; with `adapter_only` only the
+    adapter is written, in peft's format. Host memory must hold one tensor; if the run trains an adapter, its whole
+    base. Also raises the errors of `paceline.learner.checkpoints.verification.verify`."""
     target_dtype = dtype or torch.float32
     if adapter_only:
         check_has_adapter(policy)
@@ -186,7 +186,8 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
 
 
 def compare_weights(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[list[str], float]:
-    """Return the names of tensors that differ in bits or are in one only, and the largest absolute difference."""
+    """Return the names of tensors that differ in bits or are in only one of the two, and the largest absolute
+    difference."""
     names = sorted(first.keys() ^ second.keys())
     largest = 0.0
     for name in sorted(first.keys() & second.keys()):
@@ -210,7 +211,7 @@ def export_adapter(
     origin: Origin | None = None,
 ) -> str | os.PathLike[str]:
     """Write `adapter` (whole, as `gather_weights` returns it) as a folder that `PeftModel.from_pretrained` reads, for
-    the run `origin`, if any. Raises Conflict if `directory` exists; with `replace`, only if it is no export."""
+    the run `origin`, if any. Raises Conflict if `directory` exists; with `replace`, only if it is not an export."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 

@@ -33,8 +33,8 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 @contextlib.contextmanager
 def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
     """Yield a folder to write into. It becomes `place` (a path or an fsspec URL) if the block ends without an error,
-    and is removed otherwise. Raises Conflict if `place` exists (with `replace`: and is no export), Unavailable for
-    an object store that cannot be written now."""
+    and is removed otherwise. Raises Conflict if `place` exists (with `replace`: only if it is not an export),
+    Unavailable for an object store that cannot be written now."""
     folder = Folder(place)
     directory, present = folder.local, set[str]()
     if directory is None:
@@ -71,7 +71,8 @@ def _present(folder: Folder, replace: bool) -> set[str]:
 
 
 def _upload(local: Path, folder: Folder, present: set[str]) -> None:
-    """Replace the `present` files by those in `local`, SIGNS deleted first and written last. Raises Unavailable."""
+    """Replace the `present` files by the files in `local`. SIGNS are deleted first and written last. Raises
+    Unavailable."""
     names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
     try:
         for sign in present.intersection(SIGNS):

@@ -47,10 +47,10 @@ class CheckpointManifest(BaseModel):
     """Hash in the ledger's hash chain at this step."""
     world_size: Annotated[int, Field(ge=1)]
     num_threads: Annotated[int, Field(ge=1)]
-    """Compute threads of rank 0; with another number the continuation is not bit-identical."""
+    """Compute threads of rank 0; if the number is another when training continues, the result is not bit-identical."""
     torch_version: str
     extra: dict[str, Any] = {}
-    """Maps the name of a caller's fact to the fact. `audit` is the newest record of the coordinator's audit log."""
+    """Facts that callers add, by their names. `audit` is the newest record of the coordinator's audit log."""
     files: tuple[CheckpointFile, ...]
 
 
@@ -73,7 +73,7 @@ def write_manifest(folder: Folder, manifest: CheckpointManifest) -> str:
 
 
 def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
-    """Return the manifest and its SHA-256. Raises NotFound without one, Conflict if it cannot be read."""
+    """Return the manifest and its SHA-256. Raises NotFound if there is none, Conflict if it cannot be read."""
     try:
         data = folder.read(CHECKPOINT_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -108,7 +108,7 @@ def check_files(folder: Folder, manifest: CheckpointManifest, *, part: int = 0, 
 
 
 def write_export_manifest(folder: Path, origin: Origin | None = None) -> None:
-    """Write the manifest of the folder's files, with the run that they come from, if any."""
+    """Write the manifest of the folder's files. `origin` is the run that exports them, if any."""
     run: dict[str, Any] = {} if origin is None else {"run": origin.model_dump()}
     files = [file.model_dump() for file in hash_files(Folder(folder))]
     (folder / EXPORT_MANIFEST).write_text(json.dumps(run | {"files": files}, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""Decodes pickles of torch.distributed.checkpoint with a list of allowed classes: `.metadata`, and the ranks' plans.
+"""Decodes the pickles of torch.distributed.checkpoint (`.metadata` and the ranks' plans) with a list of allowed
+classes.
 
 Promise: for any bytes, decoding calls only classes of checkpoint metadata, and the result refers to no file outside the
 checkpoint. `state_files.py` passes the decoded metadata to torch, which would otherwise unpickle the file itself;
@@ -58,7 +59,8 @@ PLANS = {
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "traceback": {"FrameSummary", "StackSummary"},
 }
-"""Maps a module to the names that objects exchanged between ranks may use, besides exceptions of Python and Paceline.
+"""Maps a module to the names that objects exchanged between ranks may use. Exceptions of Python and Paceline are also
+allowed.
 """
 
 
@@ -68,19 +70,21 @@ class ListedUnpickler(pickle.Unpickler):
     allowed: ClassVar[dict[str, set[str]]] = METADATA_NAMES
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles an enum's member so
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles an enum's member this way
             return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name in self.allowed.get(module, ()) or is_dtype:
             return super().find_class(module, name)
-        raise Conflict(f"the pickle names {module}.{name}, which is no part of a checkpoint")
+        raise Conflict(f"the pickle names {module}.{name}, which does not belong in a checkpoint")
 
 
 def _enum_member(kind: Any, name: str) -> Any:
     """Return a member of a listed enum, for pickles that name it as an attribute. Raises Conflict for anything else."""
     if isinstance(kind, enum.EnumType) and name in kind.__members__:
         return kind[name]
-    raise Conflict("the pickle reads an attribute that is no member of an enum; a checkpoint's pickle reads only such members")
+    raise Conflict(
+        "the pickle reads an attribute that is not a member of an enum; a checkpoint's pickle reads only enum members"
+    )
 
 
 class _PlanUnpickler(ListedUnpickler):
@@ -103,7 +107,7 @@ METADATA = ".metadata"
 
 
 def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
-    """Return the decoded `.metadata` of a checkpoint with these files. Raises Conflict for anything but metadata."""
+    """Return the decoded `.metadata` of a checkpoint with these files. Raises Conflict for other content."""
     try:
         metadata = ListedUnpickler(io.BytesIO(data)).load()
         named = files_of(metadata)
@@ -114,7 +118,7 @@ def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise Conflict(f"the pickle has a {type(metadata).__name__}, not a Metadata")
     if foreign := sorted(named - set(files)):
-        raise Conflict(f"the pickle refers to {foreign[0]!r}, which is no file of this checkpoint")
+        raise Conflict(f"the pickle refers to {foreign[0]!r}, which is not a file of this checkpoint")
     return metadata
 
 
@@ -123,7 +127,7 @@ def files_of(metadata: Metadata) -> set[str]:
 
 
 class StatePlanner(DefaultLoadPlanner):
-    """Load planner that accepts only what torch's restricted loader does: numbers, texts, containers, tensors."""
+    """Load planner that accepts only the objects of torch's restricted loader: numbers, texts, containers, tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

@@ -1,8 +1,9 @@
-"""A Hugging Face model folder, filled with pieces of tensors: safetensors, config, generation config, tokenizer.
+"""Writes a Hugging Face model folder (weights, config, generation config, tokenizer) from pieces of tensors.
 
 Promise: `from_pretrained` on the folder gives the added tensors, tied ones tied, and the files have the names and
-layouts that transformers' `save_pretrained` gives them. A file has its whole header before its first tensor. So only
-tensors whose stored layout differs from the trained one (experts) wait in memory, for the rest of their layer.
+layouts that transformers' `save_pretrained` gives them. A file's whole header is written before its first tensor. So
+only tensors whose stored layout differs from the trained one (experts) wait in memory until the rest of their layer is
+there.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class TensorHeader:
 
 
 class SafetensorsWriter:
-    """Context manager: writes the weight files of one folder (one, or several with an index) in pieces of any order."""
+    """Context manager that writes the weight files of a folder (one, or several with an index) from pieces in any
+    order."""
 
     def __init__(self, folder: Path, headers: Sequence[TensorHeader], max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder, self._headers = folder, headers
@@ -132,7 +134,7 @@ class SafetensorsWriter:
 
 
 def _parts(headers: Sequence[TensorHeader], max_file_bytes: int) -> list[list[TensorHeader]]:
-    """Return the tensors of each file, in order; a tensor larger than `max_file_bytes` has a file alone."""
+    """Return the tensors of each file, in order; a tensor larger than `max_file_bytes` gets a separate file."""
     parts: list[list[TensorHeader]] = [[]]
     filled = 0
     for header in headers:
@@ -227,7 +229,7 @@ class ModelFolder:
             del model.config.quantization_config  # the trained weights are not quantized
         model.config.save_pretrained(self._folder)
         if model.can_generate():
-            model.generation_config.save_pretrained(self._folder)  # a file of the model's replaces it
+            model.generation_config.save_pretrained(self._folder)  # the model's own file, if any, replaces it
 
 
 def empty_model(model_name: str, scoring: bool) -> PreTrainedModel:
@@ -276,7 +278,8 @@ def misfits(given: Shapes, expected: Shapes, foreign: Sequence[str] = ()) -> str
 
 
 def _groups(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Return a mapping from each tensor to the tensors converted with it, and the set of those stored as trained."""
+    """Return a mapping from each tensor to the tensors converted with it, and the set of tensors that are stored as
+    they are trained."""
     alone: dict[str, tuple[str, ...]] = {name: (name,) for name in stored}
     whole = _shapes(revert_weight_conversion(model, dict(stored)))
     if whole == _shapes(stored):

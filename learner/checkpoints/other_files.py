@@ -1,6 +1,7 @@
-"""Copies the files of a model folder that are not weights byte for byte, and compares the resulting tokenizer.
+"""Copies, byte for byte, the files of a model folder that are not weights; compares the copied tokenizer with the
+source.
 
-Promise: a folder that is written here reads and writes text as its source does, or is not written.
+Promise: the tokenizer of a written folder encodes and decodes text as its source does; otherwise an error is raised.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 ABOUT_WEIGHTS = frozenset(
     {CHECKPOINT_MANIFEST, EXPORT_MANIFEST, METADATA, EVALUATIONS, SPEC, VERDICTS, SIGNATURE, STATEMENT}
 )
-"""Files and folders that describe the source's weights and would be false beside others."""
+"""Files and folders that describe the source's weights and would be false beside other weights."""
 OF_TOKENIZERS = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken"),
     *("chat_template*", "additional_chat_templates", "*.model", "tekken.json"),
@@ -57,7 +58,7 @@ def _is_weights(path: Path) -> bool:
 
 
 def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Path) -> None:
-    """Copy model's and tokenizer's files to an export. Raises InvalidInput if its tokenizer is not the policy's."""
+    """Copy the files of model and tokenizer to an export. Raises InvalidInput if the export's tokenizer differs."""
     model = _local_files(model_name, model_source(model_name), CONFIG)
     generates = (folder / GENERATION_CONFIG).exists()
     left_out = {CONFIG, CARD} | (set() if generates else {GENERATION_CONFIG})
@@ -78,8 +79,8 @@ def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Pa
 
 
 def _add_ends(folder: Path, end: int | None) -> None:
-    """Add to the generation config the missing end tokens of config and tokenizer, because a run samples up to any of
-    them (`weights/model_layout.py:end_token_ids`)."""
+    """Add to the generation config the missing end tokens of config and tokenizer, because in a run a completion ends
+    at any of them (`weights/model_layout.py:end_token_ids`)."""
     path = folder / GENERATION_CONFIG
     content, config = json.loads(path.read_bytes()), json.loads((folder / CONFIG).read_bytes())
     listed, others = _ids(content.get("eos_token_id")), [*_ids(config.get("eos_token_id")), *_ids(end)]
@@ -97,7 +98,7 @@ def _is_of_tokenizer(path: Path) -> bool:
 
 
 def _local_files(name: str, source: str, file: str) -> Path:
-    """Return the folder with a model's files. A model on the hub has it in the cache, where files may be missing."""
+    """Return the folder with a model's files. For a model on the hub it is in the cache, where files may be missing."""
     if Path(source).is_dir():
         return Path(source)
     from transformers import AutoTokenizer
@@ -115,7 +116,7 @@ def check_tokenizer(source: str, folder: Path) -> Any:
 
     try:
         expected = AutoTokenizer.from_pretrained(tokenizer_source(source))
-    except Exception:  # a model without a tokenizer is complete; their libraries' errors have no common base
+    except Exception:  # a model without a tokenizer is complete; errors of tokenizers have no common base
         return None
     loaded = AutoTokenizer.from_pretrained(folder)
     for name, fact in FACTS.items():
@@ -136,4 +137,4 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     ],
     "chat templates": lambda tokenizer: tokenizer.chat_template,
 }
-"""Facts that a source's tokenizer and its copy must agree on."""
+"""Functions whose results must be equal for a source's tokenizer and its copy."""

@@ -1,7 +1,7 @@
 """The files of a checkpoint as torch.distributed.checkpoint opens them, on a local disk or in an object store.
 
-Promise: with a storage key every file that torch writes is encrypted as a whole, chunk by chunk while it is written,
-and durable when it is closed; files are read at any position, whether they are encrypted or not.
+Promise: with a storage key every file that torch writes is encrypted, chunk by chunk while it is written. A file is
+durable when it is closed; files are read at any position, whether they are encrypted or not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One rank's checkpoints on this machine's disk that wait for upload to the object store, oldest first, and the
-uploading thread. Promise: a checkpoint is complete in the store once its manifest is there, which rank 0 writes
-after the files of all ranks. A store that does not answer delays only the queue. The training thread adds and drops;
-the upload thread takes the oldest, and a checkpoint stays in the queue until it is whole in the store."""
+"""The queue of one rank's checkpoints that wait on this machine's disk for upload to the object store, oldest first,
+with the thread that uploads them. Promise: a checkpoint is complete in the store once its manifest is there. Rank 0
+writes the manifest after the files of all ranks. A store that does not answer delays only the queue. The training
+thread adds and drops; the upload thread takes the oldest, and a checkpoint stays in the queue until it is whole in the
+store."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 OTHER_RANKS_PAUSE_S = 0.5
 """Seconds between checks for the files of other ranks."""
 CLOSE_S = 5.0
-"""Longest wait in seconds of a closed queue for an upload in progress."""
+"""Longest time in seconds for which `close` waits for an upload in progress."""
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +44,7 @@ class Queued:
     """Folder with the checkpoint's files on this machine."""
     size_bytes: int
     whole: Checkpoint | None
-    """The checkpoint with the files of all ranks, on rank 0; None on the others."""
+    """On rank 0, the checkpoint with the files of all ranks; None on other ranks."""
     dropped: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -98,7 +99,8 @@ class UploadQueue:
                 self._thread.start()
 
     def fitting(self, quota_bytes: int) -> int:
-        """Return how many of the newest checkpoints fit `quota_bytes`, by this rank's files; the newest always does."""
+        """Return how many of the newest checkpoints fit `quota_bytes`, counted by this rank's files; the newest one
+        always fits."""
         with self._changed:
             sizes = [queued.size_bytes for queued in self._queue]
         number = 1
@@ -189,7 +191,7 @@ class UploadQueue:
         self._away_since_s = time.monotonic()
         self._warn(
             f"the store {self._store} cannot be written now ({type(error).__name__}: {error}): training goes on, and checkpoints "
-            f"wait in {self.spool} until it answers again"
+            f"wait in {self.spool} until the store answers again"
         )
 
     def _note_back(self) -> None:
@@ -219,7 +221,8 @@ def _remove(queued: Queued) -> None:
 
 
 def _empty_spool(store: Folder, rank: int) -> Path:
-    """Return this rank's emptied folder in the spool: steps after the store's newest checkpoint are trained again."""
+    """Return this rank's folder in the spool, emptied, because steps after the store's newest checkpoint train
+    again."""
     digest = hashlib.sha256(store.url.encode()).hexdigest()[:16]
     folder = spool_folder() / "checkpoints" / digest / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)

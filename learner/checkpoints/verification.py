@@ -23,7 +23,7 @@ FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (Conflict, "checkpoint {} refused: another rank found it damaged"),
     (WrongKey, "checkpoint {} cannot be decrypted: another rank has another storage key"),
 )
-"""Errors that a rank can find, the gravest last, and the message that other ranks then raise."""
+"""Errors that a rank can find, the gravest last, each with the message that the other ranks then raise."""
 Location = str | os.PathLike[str]
 """A local path or an fsspec URL."""
 
@@ -81,7 +81,7 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
 def _gravest_of_ranks(
     finding: PacelineError | None, path: Location, device: torch.device | None
 ) -> PacelineError | None:
-    """Return this rank's finding, or another rank's if that is graver."""
+    """Return the gravest error that any rank has found; None if no rank has found one."""
     kinds = [kind for kind, _ in FINDINGS]
     index = -1 if finding is None else kinds.index(type(finding))
     gravest = int(max_over_ranks(torch.tensor([index], dtype=torch.int32, device=device)).item())

@@ -1,8 +1,10 @@
 """Checkpoints written while training goes on: the state is copied to host memory, then a thread writes the copy.
 
 If nothing changes the state until the checkpoint is written (the last one, and those that the training waits for), the
-live tensors are written. They are written too if the host has no memory for a copy; `begin` then returns after writing.
-Invariants: One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at
+live tensors are written. The live tensors are also written if the host has no memory for a copy; `begin` then returns
+after writing.
+
+Invariants: one checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at
 the same point. `begin` returns when the copy is made, so the written state is that after the step, whatever is trained
 meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs to the
 training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder.
@@ -51,7 +53,7 @@ class CheckpointWriter:
         self._started_s = 0.0
         self._pinned: BlockingAsyncStager | None = None
         self.extra: dict[str, Any] = {}
-        """Maps the name of a fact to the fact, for the manifests of checkpoints that begin later."""
+        """Facts, by their names, for the manifests of checkpoints that begin later."""
         self.step = -1
         self.seconds = 0.0
         """Seconds that the newest finished checkpoint took from `begin` to its manifest."""
@@ -99,8 +101,8 @@ class CheckpointWriter:
         return self._pinned is not None and self._pinned.state_dict_cache is not None
 
     def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Return a copy in host memory. A GPU's state goes to pinned memory, fast to copy to but slow to allocate: that
-        memory is kept for the next checkpoint, which begins only after this one is written."""
+        """Return a copy in host memory. A GPU's state goes to pinned memory, which is fast to copy to but slow to
+        allocate. So that memory is kept for the next checkpoint, which begins only after this checkpoint is written."""
         if on_gpu(model):
             self._pinned = self._pinned or BlockingAsyncStager(cache_staged_state_dict=True)
             try:
@@ -121,7 +123,7 @@ class CheckpointWriter:
 
     def finish(self) -> Checkpoint | None:
         """Wait for the checkpoint in progress, if any; return it on rank 0. Raises Unavailable if it could not be
-        written (a full disk), which leaves it torn."""
+        written (a full disk); its folder is then torn."""
         if self._thread is None:
             return None
         self._thread.join()

@@ -1,1 +1,1 @@
-"""The policy as a module: packed attention, log-probabilities, adapters."""
+"""The policy as a module, with packed attention, log-probabilities and adapters."""

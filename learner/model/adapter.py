@@ -1,4 +1,5 @@
-"""A LoRA adapter on the policy: added, switched off for the reference, removed for publishing and export.
+"""Adds a LoRA adapter to the policy, switches it off for the reference, and extracts or merges it for publishing and
+export.
 
 Promise: the base's weights never change and have no gradient; only A and B of each adapted layer are trained,
 checkpointed and published. The modules are peft's, injected in place, so the model stays a transformers model.
@@ -27,7 +28,8 @@ READS = re.compile("Mamba|FalconH1Mixer|BambaMixer|AltUp")
 
 def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
     """Freeze `model`, and add an adapter to the layers that `lora` names: A is drawn at random from `seed`, B is zero.
-    Raises InvalidInput if no layer is named, or one that is not a plain linear layer inside the model."""
+    Raises InvalidInput if `lora` names no layer of the model, or a layer that is not a plain linear layer below the
+    head."""
     from peft import LoraConfig, inject_adapter_in_model
 
     fit = _adaptable(model)
@@ -62,8 +64,8 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
 
 @contextlib.contextmanager
 def _weights_in_memory(model: nn.Module) -> Iterator[None]:
-    """Temporarily replace weights that are on the meta device or not float32 by expanded one-element CPU tensors,
-    because peft copies A and B to the device and dtype of the layer they adapt."""
+    """Temporarily replace weights by expanded one-element CPU tensors if they are on the meta device or not float32,
+    because peft copies A and B to the device and dtype of the layer that they adapt."""
     kept: list[tuple[nn.Linear, nn.Parameter]] = []
     for module in model.modules():
         if isinstance(module, nn.Linear) and (module.weight.is_meta or module.weight.dtype != torch.float32):
@@ -156,8 +158,8 @@ def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def set_dropout(model: nn.Module, active: bool) -> None:
-    """Turn the adapter's dropout on or off, and everything else that models do in training alone off (dropout, noise of
-    routers): the sampler does none of it."""
+    """Turn the adapter's dropout on or off. Turn off everything else that models do only in training (dropout, noise of
+    routers), because the sampler does none of it."""
     model.eval()
     for name, module in model.named_modules():
         if "lora_dropout" in name.split("."):
@@ -165,8 +167,8 @@ def set_dropout(model: nn.Module, active: bool) -> None:
 
 
 READ_DIRECTLY = frozenset({"out_proj", "dt_proj", "correction_coefs", "prediction_coefs"})
-"""Linear layers of state-space mixers and of Gemma 3n's streams whose weights are read without a call of the layer, on GPUs
-by one kernel for the whole mixer; an adapter there would have no effect."""
+"""Linear layers of state-space mixers and of Gemma 3n's streams whose weights are read without a call of the layer (on
+GPUs, one kernel for the whole mixer reads them). An adapter of such a layer would have no effect."""
 
 
 def _adaptable(model: Any) -> list[str]:

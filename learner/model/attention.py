@@ -5,13 +5,15 @@ runs on exactly the real tokens. The implementation is registered with transform
 the row's layout as the keyword argument `layout`, which transformers passes to every layer (also to a recomputed one).
 
 There are two paths. CUDA in bfloat16 or float16 uses `torch.nn.attention.varlen` (flash attention, one kernel for the
-row; FlashAttention-3 on a Hopper with its package). Otherwise, runs of sequences of equal length are views [n, H, L, D]
-of the row, each one scaled_dot_product_attention with is_causal. Packing puts equal lengths side by side, so this needs
-neither padding nor gathering; on a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than
-copies of q, k and v. Attention sinks always take the second path: flash attention's log-sum-exp has no gradient.
+row; FlashAttention-3 on a Hopper GPU if its package is installed). Otherwise, runs of sequences of equal length are
+views [n, H, L, D] of the row, and each run is one call of scaled_dot_product_attention with is_causal. Packing puts
+equal lengths side by side, so this needs neither padding nor gathering; on a CPU, one more SDPA call costs 0.02 ms
+forward and 0.07 ms with backward, less than copies of q, k and v. Attention sinks always take the second path: flash
+attention's log-sum-exp has no gradient.
 
-If a row has shared prompts, flash attention reads copies: a prompt's keys and values stand before each completion's. The
-other kernels of CUDA also read copies of the queries. A CPU copies nothing (`paceline.learner.model.shared_attention`).
+If a row has shared prompts, flash attention reads copies of keys and values, in which each completion has its prompt's
+before its own. The other kernels of CUDA also read copies of the queries. A CPU copies nothing
+(`paceline.learner.model.shared_attention`).
 """
 
 from __future__ import annotations
@@ -62,13 +64,13 @@ def packed_attention(
         query: [1, H, T, D].
         key: [1, K, T, D], K dividing H (grouped queries).
         value: [1, K, T, E]; E is another width than D in latent attention (DeepSeek-V2, arXiv 2405.04434).
-        sliding_window: tokens that a token attends to, itself included; None: all before it.
+        sliding_window: number of tokens that a token attends to, itself included; None: all before it.
         s_aux: [H] attention sinks, the logits of a key without a value that every token attends to.
         softcap: cap of cap · tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: no cap.
     """
     _Calls.number += 1
     if layout is None or attention_mask is not None:
-        lack = "does not pass the layout of a packed row on" if layout is None else "needs a mask of its model"
+        lack = "does not pass the layout of a packed row on" if layout is None else "needs a mask that its model builds"
         raise NotImplementedError(f"{type(module).__name__} {lack}; name a model of another type")
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
@@ -98,8 +100,8 @@ class _Calls:
 
 @contextlib.contextmanager
 def requires_packed(model: Any) -> Iterator[None]:
-    """Raise NotImplementedError if the passes of a model within the `with` block never attend by `packed_attention`: some
-    models have attention of their own, which would run over the borders of sequences."""
+    """Raise NotImplementedError if the passes of a model within the `with` block never attend by `packed_attention`:
+    some models have their own attention, which would attend over the borders of sequences."""
     before = _Calls.number
     yield
     if _Calls.number == before and model.config.get_text_config().model_type not in MIXERS:
@@ -110,14 +112,14 @@ def requires_packed(model: Any) -> Iterator[None]:
 
 
 def _of_one_width(*arrays: Tensor) -> list[Tensor]:
-    """Return queries, keys and values with zeros up to the same width, which changes no score and no kept value. Kernels
-    need one width."""
+    """Return queries, keys and values, padded with zeros to the same width, because kernels need one width. The zeros
+    change no score and no kept value."""
     width = max(x.shape[-1] for x in arrays)
     return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in arrays]
 
 
 def _chunk_tokens(module: Any) -> int | None:
-    """Return the tokens of a chunk, out of which no token attends (Llama 4); None if the layer has no chunks."""
+    """Return the tokens of a chunk (in Llama 4 no token attends beyond its chunk); None if the layer has no chunks."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     if not kinds or kinds[module.layer_idx] != "chunked_attention":
         return None
@@ -125,7 +127,7 @@ def _chunk_tokens(module: Any) -> int | None:
 
 
 def _in_chunks(layout: SequenceLayout, chunk: int) -> SequenceLayout:
-    """Return the layout whose sequences are the chunks of the sequences, which share no prompt."""
+    """Return the layout whose sequences are the chunks of the sequences of `layout`, which must share no prompt."""
     lengths = [length for count, length in layout.runs for _ in range(count)]
     parts = [min(chunk, length - begin) for length in lengths for begin in range(0, length, chunk)]
     return SequenceLayout.of(parts, layout.starts.device)
@@ -176,9 +178,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float
 
 def prefer_flash_attention_3(device: torch.device, *, deterministic: bool = False) -> bool:
     """Switch PyTorch's flash attention to FlashAttention-3 if the package `flash_attn_interface` is installed and the
-    GPU has its kernels; return whether it did. FlashAttention-2 stays on releases of PyTorch that cannot switch, and
-    in deterministic runs: FlashAttention-3's gradients differ even with its own option
-    (Dao-AILab/flash-attention#2244)."""
+    GPU has its kernels; return whether it did. FlashAttention-2 stays on releases of PyTorch that cannot switch. It
+    also stays in deterministic runs, because FlashAttention-3's gradients differ between runs even with its option for
+    this (Dao-AILab/flash-attention#2244)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return False
     try:
@@ -249,9 +251,9 @@ def _by_runs(
 
 
 def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
-    """Return a bias [1, H, L, L + 1] for scores whose last key is all zeros: the sinks in the last column, elsewhere 0
-    if the token attends and -inf if not. A zero key has the score 0, so its biased score is the sink's logit; its
-    value is zero too. Scores take L · L numbers for each head."""
+    """Return a bias [1, H, L, L + 1] for scores whose last key is all zeros: the sinks in the last column; in the other
+    columns 0 if the token attends and -inf if not. A zero key has the score 0, so its biased score is the sink's logit;
+    its value is zero too. Scores take L · L numbers for each head."""
     if mask_LL is None:
         mask_LL = band(length, length, sinks_H.device)
     shape = (1, len(sinks_H), length)

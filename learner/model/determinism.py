@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""Separate workspace for each stream, without which cuBLAS does not repeat sums; read at the first product."""
+"""Variable and value that give each stream a separate workspace; without it cuBLAS does not repeat sums. cuBLAS reads
+the variable at the first product."""
 
 
 def reserve_workspace() -> None:
@@ -17,7 +18,8 @@ def reserve_workspace() -> None:
 
 
 def use_deterministic_operations(enabled: bool) -> None:
-    """Set whether this process's operations are deterministic; one without such a version runs with a warning."""
+    """Set whether this process uses deterministic operations; an operation without such a version runs with a
+    warning."""
     torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = enabled
@@ -26,8 +28,8 @@ def use_deterministic_operations(enabled: bool) -> None:
 
 def repeat_backward(out: Tensor) -> Tensor:
     """Return `out`, an attention kernel's result, and make its backward pass deterministic if this process uses
-    deterministic operations: ATen's kernels (native/transformers/cuda/attention_backward.cu) choose such a pass only
-    without `warn_only`, which this process needs for other operations without a deterministic version."""
+    deterministic operations: ATen's kernels (native/transformers/cuda/attention_backward.cu) choose such a pass only if
+    `warn_only` is off, but this process needs `warn_only` for other operations that have no deterministic version."""
     if out.grad_fn is not None and torch.are_deterministic_algorithms_enabled():
         out.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
         out.grad_fn.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))

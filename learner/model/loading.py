@@ -1,10 +1,10 @@
 """Loads a model's weights into modules that are already sharded, so that each rank reads only its rows.
 
 The modules start on the meta device, without memory; FSDP2 then decides which rows each rank has, and `fill` reads
-those. transformers maps the names and layouts of the files to the modules' (experts that files store one by one, for
-example) as its `from_pretrained` does, and reads only slices of the files.
+those. As in its `from_pretrained`, transformers maps names and layouts of the files to those of the modules (files may
+store experts one by one, for example); here it reads only slices of the files.
 
-Promise: every parameter and buffer has the bits that `from_pretrained` gives it. Nothing is drawn at random but the
+Promise: every parameter and buffer has the bits that `from_pretrained` gives it. Nothing is drawn at random except the
 missing head of a reward model; `paceline/models/pretrained.py` checks that the files are the model's.
 """
 
@@ -33,10 +33,10 @@ BASE = re.compile(r"\.base_layer(?=\.)")
 def fill(
     model: Any, files: WeightFiles, device: torch.device, what: str, buffers_device: torch.device | None = None
 ) -> None:
-    """Read every parameter of `model` that is still on the meta device to `device`; not a collective call.
-    `paceline.models.pretrained.check_weights` has compared the files with the model. The buffers go to
-    `buffers_device` (None: `device`). `what` names the model in messages. A head of one score that the files lack is
-    drawn from torch's generator. Raises InvalidInput for a weight that is not finite, and as `WeightFiles` does."""
+    """Read every parameter of `model` that is still on the meta device, and put it on `device`; not a collective call.
+    `paceline.models.pretrained.check_weights` has compared the files with the model. The buffers go to `buffers_device`
+    (None: `device`). `what` names the model in messages. A head of one score that the files lack is drawn from torch's
+    generator. Raises InvalidInput for a weight that is not finite, and the errors of `WeightFiles`."""
     _make_empty_parts(model, device)
     tied = _tied_locations(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -73,9 +73,9 @@ def _tied_locations(model: nn.Module) -> list[list[Location]]:
 
 
 class _BaseNames:
-    """Presents the model by its files' names: no parameters of the adapter, and adapted layers by their own names.
-    Parameters whose rows transformers makes of several tensors (q, k and v joined) look undivided, because it would
-    divide each of those tensors; `_Placing` then divides the whole."""
+    """Presents the model under the names of its files: without the adapter's parameters, and with adapted layers by
+    their own names. Parameters whose rows transformers makes of several tensors (q, k and v joined) look undivided,
+    because transformers would divide each of those tensors; `_Placing` then divides the whole."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device, self._whole = model, device, _row_mixing(model)
@@ -116,7 +116,7 @@ def _row_mixing(model: Any) -> re.Pattern[str] | None:
 
 
 KEEPING_ROWS = frozenset({("MergeModulelist", 0), ("Concatenate", 1), ("Chunk", 1)})
-"""Operations of transformers, and their dimension, that work on a rank's rows alone."""
+"""Operations of transformers, each with its dimension, that need only a rank's rows."""
 
 
 def _undivided(tensor: Tensor) -> Tensor:
@@ -124,8 +124,9 @@ def _undivided(tensor: Tensor) -> Tensor:
 
 
 class _Placing:
-    """A module whose new parameters go to `device`: `DTensor.from_local` would put a sharded parameter on its mesh's
-    device, a GPU, even if it belongs on the host (policy.cpu_offload). Parameters named in `whole` come undivided."""
+    """A module whose new parameters go to `device`. `DTensor.from_local` would put a sharded parameter on the device of
+    its mesh, a GPU, even if the parameter belongs on the host (policy.cpu_offload). Parameters named in `whole` come
+    undivided."""
 
     def __init__(self, module: nn.Module, device: torch.device, whole: frozenset[str] = frozenset()) -> None:
         vars(self).update(_module=module, _device=device, _whole=whole)

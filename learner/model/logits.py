@@ -61,8 +61,9 @@ class _Head(nn.Identity):
 
 @torch.no_grad()
 def logit_rule(model: Any, what: str) -> LogitRule:
-    """Return the rule of a causal LM. The model's own forward runs over chosen hidden states, with the identity as head,
-    so no weight is read. Raises InvalidInput for a model, named by `what`, that follows no such rule."""
+    """Return the rule of a causal LM. The model's own forward runs over chosen hidden states, with the identity as
+    head, so no weight is read. `what` names the model in messages. Raises InvalidInput if the model follows no such
+    rule."""
     config = model.config.get_text_config()
     x = torch.linspace(-30.0, 30.0, config.hidden_size)
     parts, body, head = model._modules, body_of(model), model.get_output_embeddings()
@@ -87,13 +88,13 @@ def logit_rule(model: Any, what: str) -> LogitRule:
             if torch.allclose(found, y, rtol=1e-5, atol=1e-5):
                 return LogitRule(_exact(model, scale), cap)
     raise InvalidInput(
-        f"{what}: the logits of a {type(model).__name__} follow from its LM head by no rule that is known (a scale, a "
+        f"{what}: the logits of a {type(model).__name__} do not follow from its LM head by a known rule (a scale, a "
         f"soft cap){said}; name a model of another type"
     )
 
 
 def _exact(model: Any, scale: float) -> float:
-    """Return the number of the config that is nearest to a measured scale or its inverse, to all its digits."""
+    """Return the number of the config that is nearest to a measured scale or its inverse, with all its digits."""
     config = model.config.get_text_config().to_dict()
     numbers = [float(value) for value in config.values() if type(value) in (int, float) and value]
     for number in (1.0, *numbers, *(1 / each for each in numbers)):

@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens from hidden states and the LM head, without the full logits.
 
 Promise: logits exist for one tile of at most `chunk_tokens` tokens by `VOCABULARY_TILE` tokens of the vocabulary, in
-the forward and in the backward pass, so their memory depends neither on the number of tokens nor on the vocabulary. The
-values are those of log_softmax over float32 logits, and the sums over tiles are kept in float32. Suffixes: N tokens, H
-hidden size, V vocabulary; a tile has M tokens and W of the vocabulary.
+the forward and in the backward pass, so the memory of logits depends neither on the number of tokens nor on the
+vocabulary. The values are those of log_softmax over float32 logits, and the sums over tiles are kept in float32.
+Suffixes: N tokens, H hidden size, V vocabulary; a tile has M tokens and W of the vocabulary.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def chunked_logprobs(
         chunk_tokens: tokens of a tile.
         with_entropy: False returns zeros instead, and saves a pass over the logits.
         entropy_gradient: entropy_N has a gradient too (for an entropy bonus); needs with_entropy.
-        float32_head: compute products with the head's weights in float32 and keep them so; False: round them to the type
-            of the inputs, as the model's own head does.
-        vocabulary_tile: tokens of the vocabulary of a tile.
+        float32_head: compute products with the head's weights in float32 and keep the products in float32; False: round
+            the products to the type of the inputs, as the model's own head does.
+        vocabulary_tile: tokens of the vocabulary in a tile.
         bias_V: [V] bias of the head.
 
     Returns:
@@ -186,7 +186,8 @@ class _OnlineSoftmax:
         self._max_N[chunk] = max_M
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (log p of the targets, log Σ exp(z), entropy or zeros); log p by differences of logits, which are exact."""
+        """Return (log p of the targets, log Σ exp(z), entropy or zeros); log p is computed from differences of logits,
+        because these are exact."""
         if self._whole is not None:
             return self._whole
         log_sum_N = self._sum_N.log()

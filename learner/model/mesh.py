@@ -1,6 +1,6 @@
 """The mesh of the learner's ranks: `replicate` copies of the model, each on `shard` neighbouring ranks (HSDP).
-Neighbouring ranks are on one host, so gathers and scatters of parameters stay there as long as `shard` is at most
-the ranks of a host; only the sums of gradients travel between replicas."""
+Neighbouring ranks are on one host, so gathers and scatters of parameters stay on that host as long as `shard` is at
+most the number of its ranks; only the sums of gradients travel between replicas."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def mesh_groups() -> list[dist.ProcessGroup]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights. After a pass without a backward pass nothing else does, and later passes would use them,
-    although checkpoints and optimizer have changed the shards."""
+    """Free gathered weights. After a pass without a backward pass nothing else frees them, and later passes would use
+    their old values although a checkpoint or the optimizer has changed the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,10 +1,11 @@
 """Layers that carry a state from token to token (linear attention, state spaces, short convolutions) over a packed row.
 
-Promise: no state crosses the border of a sequence. Everything else of the model runs over the whole row; these mixers
-alone get its sequences apart, as batches [n, L, ...] of similar lengths. Padding is at a sequence's end, where no state
-that is read comes from. If sequences share a prompt, a mixer runs over each sequence's own copy of it.
+Promise: no state crosses the border of a sequence. Everything else of the model runs over the whole row; only these
+mixers get the row's sequences separately, as batches [n, L, ...] of similar lengths. Padding is at a sequence's end, so
+no state that is read comes from it. If sequences share a prompt, a mixer runs over each sequence's own copy of it.
 
-A decoder layer gets the row's layout as an argument, so a layer that is recomputed for its gradient has its own row's.
+A decoder layer gets the row's layout as an argument, so a layer that is recomputed for its gradient gets the layout of
+the same row.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def _with_layout(
 
 
 def _apart(mixer: Any, forward: Callable[..., Any], is_attention: bool, *args: Any, **kwargs: Any) -> Any:
-    """Return the mixer's result over a row, computed over each of its sequences alone. Arguments and results are tensors
-    [1, T, ...], tuples with them, or anything else, which passes. Attention gets each sequence as a separate row."""
+    """Return the mixer's result over a row, computed over each of its sequences alone. Arguments and results are
+    tensors [1, T, ...], tuples with them, or other values, which stay as they are. Attention gets each sequence as a
+    separate row."""
     layout: SequenceLayout = mixer.row_layout
     kwargs.pop("layout", None)
     num_tokens = sum(count * length for count, length in layout.runs)
@@ -113,7 +115,7 @@ def _map(value: Any, num_tokens: int, function: Callable[[Tensor], Tensor]) -> A
 
 
 def _join(results: list[Any]) -> Any:
-    """Return the results of the runs as one of the row."""
+    """Return the results of the runs as one result of the row."""
     first = results[0]
     if isinstance(first, Tensor):
         return torch.cat([each.reshape(1, -1, *each.shape[2:]) for each in results], dim=1)

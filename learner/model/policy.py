@@ -2,17 +2,18 @@
 the ranks (`learner/model/mesh.py`).
 
 Promise: parameters keep their Hugging Face names and float32 masters; the LM head runs inside the model's forward,
-where FSDP has gathered it, and the full logits never exist. oneDNN's products, short norms, activation checkpointing
-and compiled layers change no loss and no gradient, the last up to rounding.
+where FSDP has gathered it, and the full logits never exist. oneDNN's products, short norms and activation checkpointing
+change no loss and no gradient; compiled layers change them only by rounding.
 
 FSDP2 wraps each decoder layer and the root (final norm, LM head and, if they are tied or on CPUs, the embedding). A
 single rank in float32 stays unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks
-cost about 3 ms an update and 2 ms for each further micro-batch (2 layers, CPU): a quarter of a step on 32 short texts.
+would cost about 3 ms an update and 2 ms for each further micro-batch (2 layers, CPU): a quarter of a step on 32 short
+texts.
 
 Compiled layers (`policy.compile`) leave attention out, because its calls depend on the lengths in the row; each layer
-becomes one graph before and one after it, and all layers share both. A row's length is dynamic from the second length
-on, so a run compiles each graph twice, and again for passes without a gradient; rows are padded to few different
-lengths, which keeps this bound if a graph cannot be dynamic.
+becomes one graph before attention and one after it, and all layers share both graphs. A row's length is dynamic from
+the second length on, so a run compiles each graph twice, and again for passes without a gradient; rows are padded to
+few different lengths, so that few graphs are compiled even if a graph cannot be dynamic.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
     """Return the model to train, with float32 masters, on `device`, sharded over the default process group, if any.
 
     With policy.lora_cfg the model is frozen and has an adapter with float32 masters, initialized from `seed`. A frozen
-    model has the compute type if all its files do, because that loses nothing, else float32. Each rank reads only its
-    rows of every tensor; its peak of host memory is its share of the model and some buffers. Raises InvalidInput if no
-    such folder or hub name exists, if the architecture's forward cannot be packed, or if the weights are damaged or not
-    of this model.
+    model has the compute type if all its files have that type, because this loses nothing, else float32. Each rank
+    reads only its rows of every tensor; its peak of host memory is its share of the model and some buffers. Raises
+    InvalidInput if no such folder or hub name exists, if the architecture's forward cannot be packed, or if the weights
+    are damaged or not of this model.
     """
     lora = policy.lora_cfg
     model, files = _build(policy, torch.float32, exact=compute_dtype(policy, device) if lora.enabled else None)
@@ -74,9 +75,9 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
 
 def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrainedModel:
     """Return the model as `load_policy` does, with a head of one score in place of the LM head (`rm`). A model that has
-    such a head keeps it; otherwise its weights are drawn from torch's generator, so seed all ranks alike. Its
-    forward returns (scores, zeros) instead of (log-probabilities, entropies). Raises InvalidInput as `load_policy`
-    does, and for an architecture without sequence classification."""
+    such a head keeps it; otherwise the head's weights are drawn from torch's generator, so seed all ranks alike. Its
+    forward returns (scores, zeros) instead of (log-probabilities, entropies). Raises the errors of `load_policy`, and
+    InvalidInput for an architecture without sequence classification."""
     return _prepared(*_build(policy, torch.float32, scoring=True), policy, device)
 
 
@@ -120,8 +121,8 @@ def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
 
 
 def published_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
-    """Return the type of published weights: the sampler's. An adapter's is float32: it is small, and only its merge should
-    round."""
+    """Return the type of published weights: the sampler's. An adapter's type is float32, because an adapter is small
+    and only its merge should round."""
     precision = "float32" if policy.lora_cfg.enabled else policy.generation_precision
     dtype: torch.dtype = getattr(torch, resolved_dtype(precision, device.type))
     return dtype
@@ -255,7 +256,7 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
         fully_shard(layer, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if resharded and head is not None and embedding.weight is not head.weight:
-        # Otherwise it would stay gathered with the head, which the loss reads in the root.
+        # In one unit with the head, the embedding would stay gathered, because the loss reads the head in the root.
         fully_shard(embedding, **options)
     fully_shard(model, **options)
 
@@ -316,7 +317,8 @@ def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
 
 
 def use_short_norms(model: nn.Module, device: torch.device) -> None:
-    """Give every RMSNorm of the model that computes as Llama's does a forward with fewer passes, if it is on a CPU."""
+    """If the model is on a CPU, give its RMSNorms a forward with fewer passes, as far as they compute as Llama's
+    does."""
     code = LlamaRMSNorm.forward.__code__
     for module in model.modules() if device.type == "cpu" else ():
         own = getattr(type(module).forward, "__code__", code.replace(co_code=b""))
@@ -332,9 +334,9 @@ def _norm(module: Any, inputs: Tensor) -> Tensor:
 
 
 class _ShortNorm(torch.autograd.Function):
-    """y = w·x/√(mean x² + ε), with the arithmetic of transformers, but intermediate results overwrite each other. The two
-    parts of ∂x are added to a residual's in the order of autograd, so all gradients are equal bit by bit: hence the
-    second `x`."""
+    """y = w·x/√(mean x² + ε), with the arithmetic of transformers, but intermediate results overwrite each other. `x`
+    is passed twice, so that autograd adds the two parts of ∂x to a residual's gradient in its own order, and all
+    gradients are equal bit by bit."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
@@ -411,7 +413,7 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
 
 def padded_row(packed: PackedBatch) -> PackedBatch:
     """Return the batch with tokens, positions and layout padded to a multiple of ROW_MULTIPLE by a separate sequence at
-    the row's end: no other token attends to the padding, no loss reads it."""
+    the row's end: no other token attends to the padding, and no loss reads it."""
     extra = -packed.input_ids.shape[1] % ROW_MULTIPLE
     if extra == 0:
         return packed

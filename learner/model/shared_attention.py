@@ -1,11 +1,11 @@
 """Attention on a CPU over rows whose sequences share prompts: a prompt's keys are read in place, for all completions.
 
-A span of the row is a prompt, one completion's tokens behind it, or a sequence that shares nothing. Each span attends to
-itself, and a completion attends to its prompt too. Softmax over the union of two sets of keys is a mean of the two
+A span of the row is a prompt, one completion's tokens behind it, or a sequence that shares nothing. Each span attends
+to itself, and a completion attends to its prompt too. Softmax over the union of two sets of keys is a mean of the two
 results, weighted by their sums of exponentials (Milakov and Gimelshein 2018, arXiv 1805.02867), so each product takes
-views of the row: nothing is copied, and no masked score is computed. In the backward pass a probability is
-exp(score - log-sum-exp), and the row's own result has the mean that softmax's gradient subtracts (Dao et al. 2022, arXiv
-2205.14135, appendix B.2); given both for the union, the kernel returns each set's exact part of the gradients.
+views of the row: nothing is copied, and no masked score is computed. In the backward pass a probability is exp(score -
+log-sum-exp), and the mean that softmax's gradient subtracts follows from the result (Dao et al. 2022, arXiv 2205.14135,
+appendix B.2). So a kernel that gets result and log-sum-exp of the union returns each set's exact part of the gradients.
 
 Suffixes: T tokens of the row, H heads of the queries, K heads of the keys, D width of a head; n spans of equal length L.
 """

@@ -1,7 +1,8 @@
 """Base of the objectives: a loss's arrays, result and reduction, and the interface for samples and metrics.
 
 Promise: with denominators counted over the global batch, the losses of all micro-batches on all ranks add up to the
-loss of the batch, however it was split (except for the reduction `bnpo`, by its definition), and so do the metric sums.
+loss of the batch, however it was split (except for the reduction `bnpo`, by its definition). The sums of metrics add up
+in the same way.
 
 All arrays are flat over the active tokens of a micro-batch: N tokens that train, S the sequences they belong to. A
 token that must not train (a tool's output, an over-long completion) is not among them; its sequence still counts in the
@@ -87,7 +88,7 @@ class LossResult:
     sums: dict[str, Tensor]
     """Scalars that add up over micro-batches and ranks; `metrics_from_sums` reads them."""
     token_losses_N: Tensor
-    """[N] detached losses before the reduction, by which a sequence that is not finite is found."""
+    """[N] detached losses before the reduction, in which a sequence with a loss that is not finite is found."""
 
 
 class Objective(ABC):
@@ -132,7 +133,7 @@ class Objective(ABC):
 
 
 def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
-    """Return a sample whose completion has one token, in the form of a sample from a data set."""
+    """Return a sample with a completion of one token, as a data set would give it."""
     zero = np.zeros(1, np.int32)
     return TrainingSample(-1, zero, zero, label=label)
 
@@ -207,7 +208,7 @@ def reference_sums(tokens: TokenArrays, packed: PackedBatch) -> Tensor:
 
 
 def completion_result(loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays, per_sequence_S: Tensor) -> LossResult:
-    """Return the result of a loss with one number for each sequence, given to every token of the sequence."""
+    """Return the result of a loss that has one number for each sequence; every token of a sequence gets the number."""
     losses_N = per_sequence_S.detach()[tokens.sequence_N]
     return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N)
 

@@ -1,8 +1,8 @@
 """Ratios of policies, and the corrections for the sampler's age: weights and masks from log ρ = log π_prox - log μ.
 
 Promise: for any log-probabilities, even infinite ones, no ratio is infinite, and no gradient is NaN if a bound or a
-mask drops the token; weights and masks are detached. All arrays are flat over the N active tokens of a micro-batch, S
-are its sequences (never split over micro-batches).
+mask drops the token; weights and masks are detached. All arrays are flat over the N active tokens of a micro-batch; S
+stands for its sequences, which are never split over micro-batches.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def at_level(log_ratio_N: Tensor, level: str, sequence_N: Tensor, lengths_N: Ten
 
 def log_linear_proximal(current_N: Tensor, behaviour_N: Tensor, ages_N: Tensor) -> Tensor:
     """Return [N] log π_prox without a forward pass: log μ + α·(log π - log μ), detached. α = (v_prox - v_μ)/(v_θ - v_μ)
-    in [0, 1]. Step s trains from v_prox = s to v_θ = s + 1, so with age = s - v_μ that is age/(age + 1), and 0 for a
-    token of the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`)."""
+    in [0, 1]. Step s trains from v_prox = s to v_θ = s + 1, so with age = s - v_μ, α is age/(age + 1): 0 for a token of
+    the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`)."""
     ages_N = ages_N.clamp(min=0).to(current_N.dtype)
     return (behaviour_N + ages_N / (ages_N + 1) * (current_N.detach() - behaviour_N)).detach()
 
@@ -90,7 +90,8 @@ def kept_tokens(
     - m2_limit: (log ρ)² above it (M2PO; `m2_limit_of` computes it over the global batch).
     - off_policy_mask_threshold: A < 0 and the mean of log μ - log π above it (DeepSeek-V3.2, equation 9).
 
-    A token that is not a number is always kept, because it must stop the step. `behind_N` is log μ - log π, in nats.
+    A token whose value is not a number is always kept, because it must stop the step. `behind_N` is log μ - log π, in
+    nats.
     """
     keep_N = torch.ones_like(log_rho_N, dtype=torch.bool)
     log_rho_N = log_rho_N.detach()
@@ -110,7 +111,7 @@ def kept_tokens(
 
 
 def second_moments(log_rho_N: Tensor) -> Tensor:
-    """Return [N] (log ρ)² in float32, finite, which M2PO's threshold bounds."""
+    """Return [N] (log ρ)², which M2PO's threshold bounds, in float32; finite for any ρ."""
     return log_rho_N.detach().clamp(-MAX_EXPONENT, MAX_EXPONENT).float().square()
 
 

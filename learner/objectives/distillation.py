@@ -47,8 +47,8 @@ def distillation_advantages(
 
     With Δ = log π_T - log π: `reverse` A = Δ, the gradient of KL(π‖π_T); `forward` A = min(exp(Δ), max_ratio) - 1, that
     of KL(π_T‖π) (E[∇log π] is 0, so the 1 is a baseline that changes nothing in the mean); `mixed` is mixed_weight ·
-    forward + (1 - mixed_weight) · reverse. Each is exact for the next token after the sampled ones, but ignores that a
-    token also influences the later ones (Agarwal et al. 2024, arXiv 2306.13649; Lu 2025).
+    forward + (1 - mixed_weight) · reverse. Each estimate is exact for the next token after the sampled ones, but
+    ignores that a token also influences later tokens (Agarwal et al. 2024, arXiv 2306.13649; Lu 2025).
     """
     delta_N = (teacher_N - current_N).detach()
     forward_N = delta_N.exp().clamp(max=max_ratio) - 1

@@ -1,7 +1,7 @@
 """`dpo`: direct preference optimisation and its relatives, from log-ratios to a reference.
 
-Promise: the loss equals the formula in its docstring in value and gradient, and with `weights_P` counted over the
-global batch, shares of micro-batches add up to the loss of the batch. `log-ratio` is Σ_t log π - log π_ref of a
+Promise: value and gradient of the loss are those of the formula in its docstring. If `weights_P` are counted over the
+global batch, the shares of micro-batches add up to the loss of the batch. `log-ratio` is Σ_t log π - log π_ref of a
 completion, in nats. Suffixes: S sequences, P pairs.
 """
 
@@ -95,7 +95,8 @@ def preference_loss(
     - `hinge`: max(0, 1 - βd) (SLiC, Zhao et al. 2023).
     - `ipo`: (d̄ - 1/2β)², d̄ always from per-token means (Azar et al. 2023; per token as in TRL, with its authors).
 
-    Raises ValueError for label_smoothing outside [0, 0.5), or for a loss that does not use it (TRL ignores it there).
+    Raises ValueError if label_smoothing is outside [0, 0.5), or if it is given for a loss that does not use it (TRL
+    ignores it then).
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be in [0, 0.5)")

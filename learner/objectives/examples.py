@@ -24,14 +24,16 @@ from paceline.spec import RunSpec
 
 
 class RowPair(NamedTuple):
-    """The rows of a prompt and of the completions after it; they differ only if KTO measures its KL on the pair."""
+    """The rows of a prompt and of the completions after it; the two rows differ only if KTO measures its KL on the
+    pair."""
 
     prompt: int
     completions: int
 
 
 class ExampleSource:
-    """The examples of each step of a run; with `validation`, its held-out ones. `maker` is the run's objective."""
+    """The examples of each step of a run; with `validation`, the run's held-out examples. `maker` is the run's
+    objective."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any, maker: Objective, *, validation: bool = False):
         assert spec.examples is not None, "the algorithm samples, so the run has no examples"
@@ -56,7 +58,7 @@ class ExampleSource:
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 
     def held_out(self, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's share of a measurement's examples. Raises InvalidInput for one longer than allowed."""
+        """Return this rank's share of a measurement's examples. Raises InvalidInput for an example that is too long."""
         return self._examples(list(range(rank, self._count, world_size)))
 
     def rows_used(self) -> list[int]:
@@ -76,7 +78,8 @@ class ExampleSource:
         return self.of_pair(RowPair(row, row), row)
 
     def of_pair(self, pair: RowPair, number: int) -> list[TrainingSample]:
-        """Return the samples of `pair`, with `number` as group id. Raises InvalidInput for one longer than allowed."""
+        """Return the samples of `pair`, with `number` as group id. Raises InvalidInput for an example that is too
+        long."""
         try:
             if pair.completions != pair.prompt:
                 return [self._mismatched(pair, number)]
@@ -91,7 +94,7 @@ class ExampleSource:
         self._reference = logprobs
 
     def set_behaviour(self, logprobs: dict[int, FloatArray]) -> None:
-        """Set log μ for the samples that have none, in all later results of `of_row`. `logprobs` maps a row to the
+        """Set log μ of the samples that have no log μ, for all later results of `of_row`. `logprobs` maps a row to the
         values of all such samples of the row, concatenated."""
         self._behaviour = logprobs
 
@@ -141,15 +144,15 @@ class ExampleSource:
 
 
 def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
-    """Check every row that the run will use before its first step, because a row that cannot be trained would end the
-    run in the middle, on one rank, while the others wait in a collective. A collective call: each rank checks every
-    w-th row. Raises InvalidInput, on every rank, for a row that is too long or that the chat template refuses."""
+    """Before the first step, check every row that the run will use: a row that cannot be trained would end the run
+    later, on one rank, while the other ranks wait in a collective. A collective call: each rank checks every w-th row.
+    Raises InvalidInput, on every rank, for a row that is too long or that the chat template refuses."""
     rows = source.rows_used()
     bad = next((i for i in range(rank, len(rows), world_size()) if _is_bad(source, rows[i])), len(rows))
     first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())
     if first < len(rows):
         source.of_row(rows[first])
-        raise InvalidInput(f"another rank cannot train row {rows[first]}")
+        raise InvalidInput(f"another rank cannot train row {rows[first]}; that rank reports why")
 
 
 def _is_bad(source: ExampleSource, row: int) -> bool:

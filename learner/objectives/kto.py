@@ -105,9 +105,10 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Return the global batch's mean of weight · (1 - σ(±β·(log-ratio - z))), + if desirable (Ethayarajh et al. 2024).
-    `batch_kl` is the mean log-ratio of mismatched prompts and completions over the global batch; z = max(0,
-    batch_kl) is a constant of the loss. `num_sequences` are the completions in the global batch."""
+    """Return the global batch's mean of weight · (1 - σ(±β·(log-ratio - z))), with + for a desirable completion and -
+    for an undesirable one (Ethayarajh et al. 2024). `batch_kl` is the mean log-ratio of mismatched prompts and
+    completions over the global batch; z = max(0, batch_kl) is a constant of the loss. `num_sequences` are the
+    completions in the global batch."""
     sign_S = torch.where(desirable_S, torch.ones_like(log_ratios_S), -torch.ones_like(log_ratios_S))
     weight_S = torch.where(
         desirable_S, torch.full_like(log_ratios_S, desirable_weight), torch.full_like(log_ratios_S, undesirable_weight)

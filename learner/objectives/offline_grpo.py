@@ -1,8 +1,8 @@
 """`offline_grpo`: the policy loss on recorded completions, with advantages from their recorded rewards.
 
-Promise: the behaviour policy μ of a trace is the recorded one if the trace has log-probabilities, so the ratio of an
-export of a run is that of the run; for a text it is the starting policy, computed once before training. Suffixes: N
-trained tokens, S sequences.
+Promise: if a trace has log-probabilities, its behaviour policy μ is the recorded one, so traces that a run exported
+have the ratio that they had in the run. For a trace without log-probabilities μ is the starting policy, computed once
+before training. Suffixes: N trained tokens, S sequences.
 """
 
 from __future__ import annotations

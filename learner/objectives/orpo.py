@@ -41,8 +41,8 @@ class Orpo(PairObjective):
 
 def orpo_loss(mean_chosen_P: Tensor, mean_rejected_P: Tensor, weights_P: Tensor, *, beta: float) -> Tensor:
     """Return Σ weight · [-β·log σ(log odds(chosen) - log odds(rejected))] (Hong et al. 2024), odds(p) = p/(1-p). The
-    means are of log π over the completion's tokens, below 0, so p is a per-token geometric mean. `weights_P`: shares
-    in the mean."""
+    means are those of log π over the completion's tokens and below 0; p is the exponential of such a mean. `weights_P`:
+    shares in the mean."""
     log_odds_P = mean_chosen_P - mean_rejected_P - (_log1mexp(mean_chosen_P) - _log1mexp(mean_rejected_P))
     return -beta * (weights_P * F.logsigmoid(log_odds_P)).sum()
 

@@ -1,8 +1,8 @@
 """Pairs of a chosen and a rejected completion of one prompt: `dpo`, `orpo` and `rm`.
 
-Promise: a prompt counts once, however many completions it rejects; all denominators are of the global batch, so shares
-add up however it was split (a prompt's sequences are in one micro-batch). Suffixes: N trained tokens, S sequences,
-P pairs.
+Promise: a prompt counts once, however many rejected completions it has; all denominators are of the global batch, so
+shares add up however the batch was split (a prompt's sequences are in one micro-batch). Suffixes: N trained tokens, S
+sequences, P pairs.
 """
 
 from __future__ import annotations

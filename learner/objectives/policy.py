@@ -36,14 +36,15 @@ def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSec
 
     loss_t = keep · w · f(r, A) + β·KL_t, reduced by `token_weights`, minus entropy_bonus · mean entropy. f is
     `policy_losses`' (config.policy_loss), r = π/π_prox or π/μ (config.ratio_anchor), w and keep come from ρ = π_prox/μ
-    (`importance_weights`, `kept_tokens`), detached. `vespo` takes w into f. As in TRL, the KL acts on dropped tokens.
+    (`importance_weights`, `kept_tokens`), detached. `vespo` takes w into f. As in TRL, the KL also acts on tokens that
+    a mask drops.
 
     Sources: group-relative advantages (Shao et al. 2024), the anchor π_prox with ρ outside the clip (Hilton et al.
     2022; AReaL, Fu et al. 2025). With one update per step and a proximal anchor r is 1 and no clip acts: the loss is
     then w·A·∇log π, a truncated importance-weighted policy gradient. Raises ValueError for a missing array.
     """
     if tokens.behaviour_N is None or tokens.advantages_N is None:
-        raise ValueError("policy_loss needs behaviour log-probabilities and advantages")
+        raise ValueError("policy_loss needs behaviour log-probabilities and advantages, but this batch lacks them")
     proximal_N = proximal_logprobs(tokens, config)
     anchor_N = proximal_N if config.ratio_anchor == "proximal" else tokens.behaviour_N
     sequence_N, num_sequences = tokens.sequence_N, tokens.num_sequences
@@ -94,7 +95,9 @@ def proximal_logprobs(tokens: TokenArrays, config: LossSection) -> Tensor:
     """Return [N] log π_prox, detached: given, interpolated (`log_linear`), or π itself if this is the only update."""
     if config.proximal_policy == "log_linear":
         if tokens.behaviour_N is None or tokens.ages_N is None:
-            raise ValueError("the log-linear proximal policy needs behaviour log-probabilities and ages")
+            raise ValueError(
+                "the log-linear proximal policy needs behaviour log-probabilities and ages, but this batch lacks them"
+            )
         return log_linear_proximal(tokens.current_N, tokens.behaviour_N, tokens.ages_N)
     return tokens.current_N.detach() if tokens.proximal_N is None else tokens.proximal_N
 
@@ -102,7 +105,7 @@ def proximal_logprobs(tokens: TokenArrays, config: LossSection) -> Tensor:
 def kl_to_reference(current_N: Tensor, reference_N: Tensor, ratio_N: Tensor, kind: str) -> Tensor:
     """Return [N] estimates of KL(π‖π_ref) from samples of π, with Δ = log π_ref - log π (Schulman 2020).
 
-    - `k1` = -Δ. No gradient on average as a loss: the spec refuses it with β > 0.
+    - `k1` = -Δ. As a loss it has no gradient on average, so the spec refuses it with β > 0.
     - `k2` = Δ²/2. Its on-policy gradient is that of the reverse KL.
     - `k3` = r·(exp(Δ) - Δ - 1). The factor r = π/π_prox, 1 in value on-policy, makes the gradient that of the reverse
       KL; without it, k3 pulls along the forward KL (TRL's default has the factor as well).

@@ -94,8 +94,9 @@ def cispo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def sapo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """Return -(4/τ)·σ(τ·(r - 1))·A, with one τ for A > 0 and one for the others (Gao et al. 2025, arXiv 2511.20347). At
-    r = 1 the slope in r is that of -r·A; away from it the gradient falls gradually instead of being clipped."""
+    """Return -(4/τ)·σ(τ·(r - 1))·A, with one τ for A > 0 and another τ for all other tokens (Gao et al. 2025, arXiv
+    2511.20347). At r = 1 the slope in r is that of -r·A; away from it the gradient falls gradually instead of being
+    clipped."""
     ratio_N = bounded_exp(terms.log_ratio_N)
     temperature_N = _by_sign(terms.advantages_N > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, ratio_N)
     losses_N = -torch.sigmoid(temperature_N * (ratio_N - 1)) * 4 / temperature_N * terms.advantages_N

@@ -49,8 +49,8 @@ class RewardModel(PairObjective):
 def reward_model_loss(
     chosen_P: Tensor, rejected_P: Tensor, weights_P: Tensor, *, margins_P: Tensor | None = None, centring: float = 0.01
 ) -> Tensor:
-    """Return Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], weights as for the other pairs. Bradley
-    and Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring, for comparable scores: Eisenstein et al. 2023."""
+    """Return Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], with the weights of `Pairs`. Bradley and
+    Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring, for comparable scores: Eisenstein et al. 2023."""
     gap_P = chosen_P - rejected_P if margins_P is None else chosen_P - rejected_P - margins_P
     losses_P = -F.logsigmoid(gap_P) + centring * (chosen_P + rejected_P).square()
     return (weights_P * losses_P).sum()

@@ -44,6 +44,6 @@ class Sft(Objective):
 
 
 def sft_loss(tokens: TokenArrays, denominators: Denominators) -> LossResult:
-    """Return the negative log-likelihood of the completions, mean over the tokens of the global batch: loss = -Σ_t log
-    π_t / tokens of the batch (maximum likelihood, as in every language model since Bengio et al. 2003)."""
+    """Return the negative log-likelihood of the completions, as a mean over the tokens of the global batch: loss = -Σ_t
+    log π_t / tokens of the batch (maximum likelihood, as in every language model since Bengio et al. 2003)."""
     return reduced(-tokens.current_N, token_sums(tokens), tokens, denominators, "dapo")

@@ -2,7 +2,9 @@
 
 There are two sources, by grpo.advantage: the rewards of the whole batch, relative to the group or to the batch, or a
 value model. A distillation's advantages depend on the policy that is training, so its objective computes them and this
-phase assigns none. Tokens of episodes get theirs by turn; a group is whole on one rank, so that needs no collective.
+phase assigns none. Tokens of episodes get their advantages by turn, which needs no collective, because a group is whole
+on one rank.
+
 Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
 
 Suffixes: M states of the value model, N tokens, S sequences, C samples, F reward functions, T tokens of a sequence.
@@ -45,8 +47,8 @@ def with_advantages(
     step: int = 0,
 ) -> list[Update]:
     """Return the updates with an advantage for each token, not clipped yet; dummies get 0. The weights of the rewards
-    are those of `step`. All ranks call it together, after `with_frozen_logprobs`. Traces get the data set's
-    advantages; other examples and the rollouts of a distillation get none."""
+    are those of `step`. All ranks call it together, after `with_frozen_logprobs`. Traces get the advantages that the
+    data set determines; other examples and the rollouts of a distillation get none."""
     if spec.trains_traces:
         return _of_data_set(batch, updates, device)
     if not spec.samples or spec.has_teacher:
@@ -217,7 +219,7 @@ def _kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
 
 def _states(micro: MicroBatch) -> States:
     if micro.states is None:
-        raise ValueError("this micro-batch has no states of the value model")
+        raise ValueError("this micro-batch has no states of the value model; call `Critic.with_states` first")
     return micro.states
 
 

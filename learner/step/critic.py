@@ -35,7 +35,7 @@ from paceline.learner.step.plan import MicroBatch, States, Update, given
 from paceline.spec import RunSpec
 
 ROUNDING = 1e-12
-"""Fraction of the mean square below which a variance is only rounding, so that returns count as equal."""
+"""If a variance is below this fraction of the mean square, it is only rounding, and the returns count as equal."""
 
 
 class Critic:

@@ -1,5 +1,5 @@
-"""Gradients between the backward pass and the optimizer (reduction over ranks, norm, clipping), AdamW, and the learning
-rate. The learning rate is a function of the step alone, so that a restart needs no scheduler state."""
+"""Processes gradients between the backward pass and the optimizer (reduction over ranks, norm, clipping), and has AdamW
+and the learning rate. The learning rate is a function of the step alone, so that a restart needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ INVERSE_SQRT_TIMESCALE = 10_000
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov and Hutter 2019) with weight decay on matrices, none on norms and biases: torch's fused
-    one, or one with moments in bfloat16 or in the host's memory."""
+    """Return AdamW (Loshchilov and Hutter 2019) with weight decay on matrices and none on norms and biases: torch's
+    fused AdamW, or `PartwiseAdamW` for moments in bfloat16 or in the host's memory."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -45,8 +45,8 @@ def lr_factor(step: int, max_num_steps: int, config: SchedulerSection) -> float:
     """Return the learning rate of a step as a fraction of the peak.
 
     Warm-up of w steps: (step + 1)/w, so that no step has rate 0 and step w - 1 has the peak (transformers starts at 0
-    and is one step behind). Then, with x going from 0 there to 1 at the last step, m = min_lr_ratio and f a fall from 1
-    to 0, the factor is m + (1 - m)·f(x):
+    and is one step behind). Then, with x going from 0 at step w - 1 to 1 at the last step, m = min_lr_ratio and f a
+    fall from 1 to 0, the factor is m + (1 - m)·f(x):
 
     - `linear`: 1 - x. `polynomial`: (1 - x)^power. `cosine`, `cosine_with_min_lr`: (1 + cos πx)/2 (Loshchilov and Hutter
       2017). `cosine_with_restarts`: the same in x·num_cycles mod 1, 0 at the end.
@@ -105,7 +105,7 @@ class PartwiseAdamW(torch.optim.AdamW):
     The arithmetic is float32 on the parameter's device, and no copy of a whole moment exists there. Moments in bfloat16
     are rounded stochastically: to nearest, a second moment with β₂ = 0.999 would never fall, because a change of 0.1 %
     is less than half of bfloat16's last place. The random bits follow from the number of the update and the parameter's
-    index, so a resumed or replayed run gets the same ones.
+    index, so a resumed or replayed run gets the same bits.
     """
 
     def __init__(
@@ -206,7 +206,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> None:
     """Prepare the backward pass of a micro-batch. On CPUs, gradients are reduced and parameters freed once per update,
-    because a collective costs more than that memory; on GPUs every pass reduces: no rank holds a full gradient."""
+    because a collective for each pass costs more than the memory. On GPUs every pass reduces, so that no rank holds a
+    full gradient."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(is_last)
         if device.type == "cpu":

@@ -5,8 +5,8 @@ Promise: a group's update is the same whatever rank its sequences are on; every 
 an update, filled up with dummies of zero weight; an update's counts are those of the global batch. Packing depends only
 on lengths (and costs), so a replayed step is packed as it was the first time.
 
-All ranks call `plan_updates` and `batch_metrics` together, each with its part of the batch. Suffix U is the updates, M
-the micro-batches of one, N the tokens.
+All ranks call `plan_updates` and `batch_metrics` together, each with its part of the batch. Suffixes: U updates, M
+micro-batches of an update, N tokens.
 """
 
 from __future__ import annotations
@@ -216,14 +216,15 @@ def _dummy(objective: Objective, device: torch.device) -> MicroBatch:
 
 @dataclass(frozen=True)
 class Unit:
-    """Sequences that are packed together: one, or a prompt's completions that share it or must be in one row."""
+    """Sequences that are packed together: one sequence, or completions that share their prompt or must be in one
+    row."""
 
     indices: tuple[int, ...]
     """Index of each sequence, from long to short."""
     tokens: int
     """Number of tokens that the unit takes in a row."""
     costed_runs: tuple[tuple[int, int], ...]
-    """(count, length) of sequences that would cost as much (`SequenceLayout.costed_runs`)."""
+    """(count, length) of separate sequences that would cost as much as the unit (`SequenceLayout.costed_runs`)."""
 
 
 PARTS_OF_A_ROW = (1, 2, 4)
@@ -234,8 +235,8 @@ row empty, but repeat their prompt more often."""
 def best_units(
     batch: Sequence[TrainingSample], part: Sequence[int], policy: PolicySection, *, whole: bool = False
 ) -> list[Unit]:
-    """Return the units of the sequences with indices `part` (`units_of`), of the size that makes the fewest passes of
-    this rank, and of several such sizes the one with the fewest tokens."""
+    """Return the units of the sequences with indices `part` (`units_of`), of the size with which this rank makes the
+    fewest passes; of several such sizes, the one with the fewest tokens."""
     if whole or not policy.shares_prompts:
         return units_of(batch, part, policy, whole=whole)
     tried = [units_of(batch, part, policy, row_tokens=policy.row_tokens // n) for n in PARTS_OF_A_ROW]
@@ -311,7 +312,8 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
 
     First-fit decreasing needs at most 11/9 of the fewest possible micro-batches plus one (Johnson 1973). Within a
     micro-batch the indices go from long to short (equal lengths in input order), so that attention can run on equal
-    lengths as one dense tensor. A sequence longer than the budget is alone; an empty one is in no micro-batch.
+    lengths as one dense tensor. A sequence longer than the budget is alone in its micro-batch; an empty sequence is in
+    no micro-batch.
     """
     if budget_tokens <= 0:
         raise ValueError(f"budget_tokens is {budget_tokens}; it must be positive")
@@ -339,8 +341,8 @@ def pack_evenly(
     lengths: Sequence[int], costs: Sequence[float], budget_tokens: int, num_micro_batches: int
 ) -> list[list[int]]:
     """Return at most `num_micro_batches` index lists, as `pack` does, with about equal cost, highest cost first.
-    Longest processing time first (Graham 1969): the costliest remaining sequence goes to the micro-batch of the
-    lowest cost that has room. If a sequence finds no room, the lists are those of `pack`, which need not be as even."""
+    Longest processing time first (Graham 1969): the costliest remaining sequence goes to the micro-batch of the lowest
+    cost that has room. If a sequence finds no room, return the lists of `pack`, which may be less even."""
     longest_first = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: (-lengths[i], i))
     bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
     room_tokens, cost_of = [budget_tokens] * num_micro_batches, [0.0] * num_micro_batches

@@ -1,11 +1,11 @@
-"""The reference of a run, π_ref or a teacher: one interface to its log-probabilities, wherever they are computed; and
-the phase of a step that computes the frozen policies' log-probabilities.
+"""One interface to the log-probabilities of a run's reference (π_ref or a teacher), wherever they are computed. Also
+the phase of a step that computes the log-probabilities of the frozen policies.
 
 `reference_of` chooses: a model in the learner that computes them in every step; the reward pool, whose
 log-probabilities come with the batch; or a precomputation over the whole data set before training (`dpo.precompute`,
-`kto.precompute`). Promise: all give the same numbers up to rounding by different packing; a precomputation frees its
-model before training begins, and a restart computes the same numbers again (at equal world size). All ranks make each
-call together.
+`kto.precompute`). Promise: all of them give the same numbers, except for rounding by different packing; a
+precomputation frees its model before training begins, and a restart computes the same numbers again (at equal world
+size). All ranks make each call together.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class PrecomputedReference(Reference):
 
 
 class ComputedBehaviour(Reference):
-    """Computes the starting policy's log-probabilities (log μ) of traces that have none, once, before training; they
-    take four bytes a token. KL terms use the log-probabilities of `kl_reference`."""
+    """Computes the starting policy's log-probabilities (log μ) of traces that have none, once, before training. The
+    log-probabilities take four bytes a token. KL terms use the log-probabilities of `kl_reference`."""
 
     def __init__(self, spec: RunSpec, kl_reference: Reference, device: torch.device, temperature: float) -> None:
         self._policy, self._device, self._temperature = spec.policy, device, temperature

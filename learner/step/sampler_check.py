@@ -1,14 +1,14 @@
-"""Compares samplers' log-probabilities with the learner's: each token under the version that sampled it, with its whole
-prefix.
+"""Compares samplers' log-probabilities with the learner's: each token is compared under the version that sampled it,
+with its whole prefix.
 
 Each rank keeps its shards of older versions in host memory, in the published type (`KeptVersions`). A comparison loads
 the shards of a version into the model, runs the ordinary forward pass over the chosen groups, and restores the weights
 bit for bit. So the division of the model does not matter, and no other model exists. All ranks make each call together.
 
 A comparison is exact if an engine computes the keys and values of running sequences anew at each update
-(`async_grpo.recompute_kv_cache_after_weight_updates: true`) or updates no running sequence. Otherwise a token is compared
-only if no update came between the begin of its request and the token: a request begins with a completion or a turn, or
-if another worker continues it.
+(`async_grpo.recompute_kv_cache_after_weight_updates: true`) or updates no running sequence. Otherwise a token is
+compared only if no update came between the beginning of its request and the token: a request begins with a completion
+or a turn, or when another worker continues one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from paceline.learner.step.trainer import Trainer
 from paceline.models.loading import resolved_dtype
 
 MAX_DIFFERENCE = 1.0
-"""Largest difference of one token in nats; larger ones count as this, so that no single token decides about a group."""
+"""Largest difference of one token in nats; larger differences count as this value, so that no single token decides
+about a group."""
 
 
 class Difference(NamedTuple):
@@ -50,7 +51,7 @@ class Difference(NamedTuple):
     mean_square: float
     """Mean of the squared differences, in nats²."""
     number_format: str
-    """The type of the learner's forward pass or of the published weights, if that is coarser."""
+    """The coarser of two types: that of the learner's forward pass and that of the published weights."""
 
 
 class KeptVersions:
@@ -62,7 +63,7 @@ class KeptVersions:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._shards: dict[Version, list[Tensor]] = {}
         self._spare: list[list[Tensor]] = []
-        """Memory of versions that were removed, because new memory is slow."""
+        """Memory of removed versions, kept for new versions because new memory is slow."""
 
     def __contains__(self, version: Version) -> bool:
         return version in self._shards
@@ -83,7 +84,8 @@ class KeptVersions:
 
     @contextmanager
     def loaded(self, version: Version) -> Iterator[None]:
-        """Let the model have the weights of a kept version inside the block. Afterwards it has its own, bit for bit."""
+        """Let the model have the weights of a kept version inside the block. Afterwards it has its present weights
+        again, bit for bit."""
         local = self._local()
         before = [self._empty(each, each.dtype) for each in local]
         with torch.no_grad():
@@ -217,9 +219,9 @@ def _mask(spans: Sequence[VersionSpan], length: int) -> BoolArray:
 def difference(
     group_id: int, sampler: str, version_step: int, differences: Collection[np.ndarray], number_format: str
 ) -> Difference:
-    """Return the mean of a group with the larger of two standard errors: by the spread of its tokens, as if
-    independent, and by the spread of its completions, whose tokens may have a common error. `differences` has an
-    array [T] in nats for each completion, with at least one token in all."""
+    """Return the mean of a group with the larger of two standard errors: by the spread of its tokens, taken as
+    independent, and by the spread of its completions, because the tokens of a completion may have a common error.
+    `differences` has an array [T] in nats for each completion, with at least one token in all."""
     tokens = np.concatenate([values.clip(-MAX_DIFFERENCE, MAX_DIFFERENCE) for values in differences])
     mean, number = float(tokens.mean()), len(tokens)
     bounds = np.cumsum([len(values) for values in differences])[:-1]

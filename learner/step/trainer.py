@@ -73,7 +73,7 @@ class Trainer:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks. Raises
         NonFiniteLoss on every rank if loss or gradient norm is NaN or infinite; that update does not change the
         optimizer, the gradients are cleared, and earlier updates of the same step stay. With
-        policy.skip_non_finite_updates it is added to `skipped` instead, and the step continues."""
+        policy.skip_non_finite_updates the error is added to `skipped` instead of raised, and the step continues."""
         started_s = time.perf_counter()
         watch = Stopwatch(self.device)
         factor = lr_factor(step, self.spec.max_num_steps, self.spec.policy.scheduler)
@@ -124,7 +124,8 @@ class Trainer:
 
     @property
     def synced_reference(self) -> PreTrainedModel | None:
-        """The reference that the policy is mixed into, and so a part of the state; None if it does not change."""
+        """The reference that the policy is mixed into, which makes it a part of the state; None if it does not
+        change."""
         if self.spec.syncs_reference and isinstance(self.reference, LocalReference):
             return self.reference.model
         return None
@@ -187,7 +188,8 @@ class Trainer:
 
     def _gradients(self, update: Update, watch: Stopwatch) -> tuple[dict[str, float], float]:
         """Leave the clipped gradients of an update in the models; return its metric sums and the policy's gradient norm
-        before clipping. Loss and norms are the same on every rank, and so is the branch taken. Raises NonFiniteLoss."""
+        before clipping. Loss and norms are the same on every rank, so all ranks take the same branch. Raises
+        NonFiniteLoss."""
         while True:
             results = self._accumulate_gradients(update, watch)
             sums = self._sum_metrics(results)
@@ -295,8 +297,8 @@ class LossScale:
 
     Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the
     gradients are divided by it. If a gradient overflows, the scale is halved and the update is computed again, so every
-    sample is trained. After UPDATES_TO_DOUBLE updates without an overflow it is doubled. It is an entry of the
-    optimizer's first group, so checkpoints have it and a resumed or replayed run continues with it.
+    sample is trained. After UPDATES_TO_DOUBLE updates without an overflow the scale is doubled. The scale is an entry
+    of the optimizer's first group, so checkpoints have it and a resumed or replayed run continues with it.
     """
 
     def __init__(
@@ -320,7 +322,7 @@ class LossScale:
                         parameter.grad.mul_(1.0 / self.factor)
 
     def lower(self) -> bool:
-        """Halve the scale after an overflow. Return False if it is 1, and so not the cause."""
+        """Halve the scale after an overflow. Return False if the scale is 1 and therefore not the cause."""
         if self.factor <= 1.0:
             return False
         self._set(self.factor / 2, 0)
@@ -340,7 +342,8 @@ class LossScale:
 
 
 class Stopwatch:
-    """Sums the seconds spent in named phases on one device; on CUDA from events, which are read at the end."""
+    """Sums the seconds spent in named phases on one device. On CUDA the seconds come from events that are read at the
+    end."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -1,8 +1,9 @@
-"""The learner's side of a weight channel: one interface for a run's loop, the same for every kind of channel.
+"""The learner's side of a weight channel, with one interface for every kind of channel.
 
 Every rank has a channel; rank 0 has a separate class, which also serves the members. `publish`, `write_snapshot` and
 the construction are collective calls. The other methods matter only on rank 0, where the control plane's thread calls
-them, and do nothing elsewhere. `publish` returns once it has copied the weights, which later steps do not touch.
+them; on other ranks they do nothing. `publish` returns once it has copied the weights; later steps do not touch the
+copy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class WeightChannel:
         """Write the newest version in full, if the channel uses the object store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """Set the members that receive versions, and return at once; hosts of those in `by_host` have relays."""
+        """Set the members that receive versions, and return at once. The hosts of the members in `by_host` have
+        relays."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Process a member's answer to an offer."""
@@ -42,4 +44,4 @@ class WeightChannel:
         """Repeat the offers that may be unanswered, because messages were lost while the control plane was away."""
 
     def close(self) -> None:
-        """End all threads, without waiting for a stuck one."""
+        """End all threads, without waiting for a stuck thread."""

@@ -1,4 +1,4 @@
-"""The delta channel: every rank writes its slices to the object store, and members read at their pace."""
+"""The delta channel: every rank writes its slices to the object store, and each member reads at its own pace."""
 
 from __future__ import annotations
 

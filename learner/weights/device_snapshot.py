@@ -1,8 +1,9 @@
-"""The weights that a rank publishes: its slices of the model, or the changes since the last version, found on its GPU.
+"""Takes the weights that a rank publishes: its slices of the model, or the changes since the last version, which its
+GPU finds.
 
 Nothing is gathered. Each rank copies its box of every tensor that a mesh (of any dimensions) divides; if several ranks
-hold the same box, only the first copies it; rank 0 alone copies the other tensors. Together the slices of all ranks are
-every tensor, once. Names are those of `paceline.learner.weights.gather.named_weights`.
+hold the same box, only the first of them copies it. Only rank 0 copies the tensors that no mesh divides. Together the
+slices of all ranks have every element once. Names are those of `paceline.learner.weights.gather.named_weights`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from paceline.weights.store.version_source import (
 log = logging.getLogger(__name__)
 
 SPARE = 1.5
-"""The device keeps the copy if this many times the copy's size is free."""
+"""The device keeps the copy only if its free memory is at least this many times the copy's size."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def local_slices(model: nn.Module, dtype: torch.dtype | None) -> list[LocalSlice]:
-    """Return this rank's slices, copied to host memory; floating-point tensors as `dtype` (None keeps theirs). Raises
-    InvalidInput for a tensor whose elements are sums over ranks."""
+    """Return this rank's slices, copied to host memory; floating-point tensors are converted to `dtype` (None keeps
+    their types). Raises InvalidInput for a tensor whose elements are sums over ranks."""
     return [slice_of(block, local) for block, local in local_boxes(model, dtype)]
 
 
@@ -89,10 +90,10 @@ class DeviceSnapshot:
     """Holds the weights that a rank published last, on its GPU, so that only changes reach the host. `dtype` as in
     `local_slices`.
 
-    Promise: when `take` returns, nothing reads the model any more, so the next optimizer step may write it; its result
-    is in host memory. The comparison costs a few passes over the rank's shards at the speed of the device's memory, and
-    the memory of one copy in the published type. It waits for the device once for each chunk of the store's format, to
-    learn the number of changed elements.
+    Promise: when `take` returns, its result is in host memory and nothing reads the model any more, so the next
+    optimizer step may write it. The comparison costs a few passes over the rank's shards at the speed of the device's
+    memory, and the memory of one copy in the published type. It waits for the device once for each chunk of the store's
+    format, to learn the number of changed elements.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, chunk_elements: int = CHUNK_ELEMENTS) -> None:
@@ -125,7 +126,7 @@ class DeviceSnapshot:
     @torch.no_grad()
     def take(self, replaced: VersionSource | None = None) -> VersionSource:
         """Return all slices at the first call, or if the previous version was not written in full; otherwise the
-        changes since the previous version. `replaced` is the last result, if it will not be written."""
+        changes since the previous version. `replaced` is the previous result of `take`, if it will not be written."""
         if not self._kept or isinstance(replaced, WholeSlices):
             return self._whole()
         if isinstance(replaced, FoundChanges):

@@ -29,10 +29,11 @@ WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return all published tensors on rank 0, whole and in host memory (pinned if the model is on a GPU); on other ranks
-    return an empty dict. A collective call: all ranks of the model's mesh must make it at the same point. Floating-point
-    tensors are converted to `dtype` (None keeps theirs) before they are sent. The tensors are views of one
-    allocation, laid out as `paceline.weights.format.packing.plan` does, so they are written without another copy."""
+    """Return all published tensors on rank 0, whole and in host memory (pinned if the model is on a GPU); on other
+    ranks return an empty dict. A collective call: all ranks of the model's mesh must make it at the same point.
+    Floating-point tensors are converted to `dtype` (None keeps their types) before they are sent. The tensors are views
+    of one allocation, laid out as `paceline.weights.format.packing.plan` does, so they are written without another
+    copy."""
     tensors = named_weights(model)
     return _gather(tensors, dtype, _allocate(tensors, dtype))
 
@@ -100,7 +101,7 @@ class _Gathering:
             return
         if is_first_rank():
             self._all = [torch.empty_like(self._packed) for _ in range(self._size)]
-        # Two in flight: while this one is sent, rank 0 unpacks the one before and every rank packs the next.
+        # Two in flight: while this bucket is sent, rank 0 unpacks the previous one and every rank packs the next one.
         self._work = dist.gather(self._packed, self._all, dst=0, group=group, async_op=True)
 
     def finish(self, gathered: dict[str, torch.Tensor]) -> None:
@@ -120,7 +121,8 @@ class _Gathering:
 
 
 def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
-    """Yield `sharded` in order, in buckets of one mesh and at most BUCKET_BYTES on each rank or of one tensor."""
+    """Yield `sharded` in order, in buckets. A bucket has tensors of one mesh, at most BUCKET_BYTES on each rank unless
+    it is a single tensor."""
     part: list[tuple[str, DTensor]] = []
     filled = 0
     for name, tensor in sharded:
@@ -146,8 +148,8 @@ def _row_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the published tensors under their published names: only the adapter if the model has one, else parameters
-    and persistent buffers by their unwrapped names. Tied names give the identical object."""
+    """Return the published tensors under their published names: if the model has an adapter, only the adapter; else
+    parameters and persistent buffers by their unwrapped names. Tied names give the identical object."""
     return adapter_weights(model) if has_adapter(model) else _state(model)
 
 
@@ -195,7 +197,7 @@ def wire_name(tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
 
 
 def _allocate(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return the memory for the gathered tensors, on the rank that keeps them; empty on the others."""
+    """Return the memory for the gathered tensors on the rank that keeps them; an empty dict on other ranks."""
     if not is_first_rank():
         return {}
     layout = WeightManifest.plan(_planned(tensors, dtype), bucket_bytes=1 << 28)

@@ -206,7 +206,8 @@ class Rank0HostChannel(HostChannel):
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the roster among relays and object store, one thread at a time: the newest is applied last."""
+        """Divide the roster among relays and object store, one thread at a time, so that the newest roster is applied
+        last."""
         with self._dividing:
             with self._changed:
                 epoch, member_ids, by_host = self._roster
@@ -296,7 +297,8 @@ class Rank0HostChannel(HostChannel):
         return self._notes[key]
 
     def _follow(self, message: worker_pb2.HostVersion) -> None:
-        """Make this host's relay complete a version for the object store; with one learner host it is complete."""
+        """Make this host's relay complete a version for the object store. With one learner host the version is complete
+        already."""
         if not self._needs_store and self._hosts.num_hosts > 1:
             return
         plan = worker_pb2.HostPlan(
@@ -351,7 +353,8 @@ class Rank0HostChannel(HostChannel):
 
 def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.device, token: bytes) -> Hosts | None:
     """Return the learner's hosts; None if a rank has no relay within `timeout_s`. A collective call. Raises
-    InvalidInput, on every rank, if they are in several zones: each step would wait for the link between the zones."""
+    InvalidInput, on every rank, if the hosts are in several zones: each step would wait for the link between the
+    zones."""
     import torch.distributed as dist
 
     agent_id, zone = NO_RELAY, ""
@@ -386,7 +389,7 @@ def hosts_of(notes: Sequence[tuple[bytes, bytes]], rank: int, token: bytes) -> H
 
 
 def piece_algorithm(trusted: bool) -> PieceAlgorithm:
-    """Return the digests' algorithm: a fast one if nobody can have changed the bytes in transit."""
+    """Return the algorithm of the digests: a fast algorithm if nobody can have changed the bytes in transit."""
     return "xxh3_128" if trusted else "sha256"
 
 

@@ -1,10 +1,10 @@
 """Writes a rank's shards of the model into the memory of its host, in the published type.
 
 Nothing is gathered: each rank of the first replica writes its rows of a tensor that is split by rows, and rank 0 writes
-the other tensors. Only a tensor with another placement is made whole first, by a collective of all ranks, one at a
-time. On a GPU the conversion and the copies run on a separate stream into page-locked memory; the caller gets an event,
-and only the next optimizer step waits. Promise: every byte of every tensor is written by exactly one rank, at the
-offset that all ranks computed.
+the other tensors. Tensors with other placements are first made whole, one at a time, by a collective of all ranks. On a
+GPU the conversion and the copies run on a separate stream into page-locked memory; the caller gets an event, and only
+the next optimizer step waits. Promise: every byte of every tensor is written by exactly one rank, at the offset that
+all ranks computed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ShardWriter:
     @torch.no_grad()
     def write(self, model: nn.Module, segment: HostSegment) -> torch.cuda.Event | None:
         """Write this rank's parts into the segment. Return the event of the last copy, for which the next optimizer
-        step must wait; None if all is written."""
+        step must wait; None if everything is written already."""
         flat = segment.flat()
         if self._stream is None:
             for part in self._parts(model):

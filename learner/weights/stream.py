@@ -77,7 +77,7 @@ def export_weights(model: nn.Module) -> dict[str, Weight]:
 def pieces(
     weights: dict[str, Weight], dtype: torch.dtype | None, piece_bytes: int = PIECE_BYTES
 ) -> Iterator[TensorRun]:
-    """Yield every element of `weights` once, on rank 0; floating-point ones as `dtype` (None: as they are). A
+    """Yield every element of `weights` once, on rank 0; floating-point elements as `dtype` (None: as they are). A
     collective call: all ranks must iterate to the end."""
     for name, weight in weights.items():
         whole_a_RI = None if weight.a_RI is None else _whole(weight.a_RI)

@@ -1,14 +1,15 @@
 """The running batch of the native engine: sequences join, decode one token a step, and leave when they end.
 
-Slots [0, n) of every tensor hold the running sequences; the last ones replace one that ends. The data of a step are
-tensors on the model's device, and the data of the host are in `RunningSequence`, so a step has no Python work per
-sequence and reads back one flag per sequence. Promise: a sequence's tokens are those that it would get alone.
+Slots [0, n) of every tensor hold the running sequences; when a sequence ends, the last one moves into its slot. The
+data of a step are tensors on the model's device, and the data of the host are in `RunningSequence`, so a step has no
+Python work per sequence and reads back one flag per sequence. Promise: a sequence's tokens are those that it would get
+alone.
 
 The last token of a sequence has no keys and values yet, because it is the input of the next step. So the cache holds
-`total` - 1 positions, and only those are computed again after a change of weights. The states of layers without keys
-are those after the same positions. Padding would change states, so a pass that computes them has prompts of equal
-length. Requests with equal tokens, such as the completions of one group, share one prefill pass even if they join at
-different times (`PromptCache`, cleared with new weights).
+`total` - 1 positions, and only those are computed again after a change of weights. Layers without keys keep the states
+after these positions. Padding would change states, so a pass that computes states has prompts of equal length. Requests
+with equal tokens, such as the completions of one group, share one prefill pass even if they join at different times
+(`PromptCache`, cleared with new weights).
 
 Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V
 vocabulary, H key-value heads, D head size.
@@ -70,7 +71,7 @@ class RunningSequence:
         return np.asarray(self.request.given_ids, np.int32)
 
     def add_span(self, version: Version, num_tokens: int) -> None:
-        """Assign the completion's tokens without a span, up to `num_tokens`, to `version`."""
+        """Add a span with `version` for those of the completion's first `num_tokens` tokens that have none."""
         start = self.spans[-1].end if self.spans else 0
         if start != num_tokens:
             append_span(self.spans, VersionSpan(*version, start, num_tokens))
@@ -107,7 +108,8 @@ class DecodeBatch:
         return self.num_slots - len(self.sequences)
 
     def add(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
-        """Compute prompts (equal ones once for each version), sample first tokens; return the ended sequences."""
+        """Compute the prompts (equal prompts once for each version) and sample the first tokens; return the ended
+        sequences."""
         by_prompt: dict[bytes, list[RunningSequence]] = {}
         for sequence in sequences:
             by_prompt.setdefault(sequence.given_ids().tobytes(), []).append(sequence)
@@ -147,8 +149,8 @@ class DecodeBatch:
         return self._read(watched, "abort") if watched else []
 
     def change_version(self, version: Version, recompute_after: int | None) -> None:
-        """Assign tokens from now on to `version`, whose weights the model has; compute keys and values again that are
-        `recompute_after` or more changes old (None: none)."""
+        """Assign tokens from now on to `version`, whose weights the model has; compute those keys and values again that
+        are `recompute_after` or more weight changes old (None: compute none again)."""
         if self.version is not None:
             for sequence in self.sequences:
                 sequence.add_span(self.version, self._step - sequence.birth - sequence.prompt_length)
@@ -270,8 +272,8 @@ class DecodeBatch:
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index; return their completions with the finish reason `reason`; without `reason`, with
-        `stop` or `length`, by the last token and the stop strings."""
+        """Remove sequences by index, and return their completions with the finish reason `reason`. If it is None, the
+        reason is `stop` or `length`, depending on the last token and the stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -295,7 +297,7 @@ class DecodeBatch:
             stopped = sequence.stopped or int(ids_L[total - 1]) in sequence.stop_ids
             why = reason or ("stop" if stopped else "length")
             taken = slice(sequence.prompt_length, total)
-            # Copies, so that a completion does not keep the arrays of all in memory.
+            # Copies, so that a completion does not keep the arrays of all sequences in memory.
             ids_T, logprobs_T = ids_L[taken].copy(), logprobs_L[taken].copy()
             completions.append((sequence, Completion(ids_T, logprobs_T, tuple(sequence.spans), why)))
         return completions

@@ -1,12 +1,12 @@
 """The native engine: continuous batching over a Hugging Face model, on a separate thread, for any machine.
 
-Promise: that of `paceline.rollout.engine.Engine`, and asyncio never waits for a forward pass. Only the thread uses
+Promise: that of `paceline.rollout.engine.Engine`; besides, asyncio never waits for a forward pass. Only the thread uses
 model and batch; callers append to the inbox (`_waiting`, `_aborted`, `_updates`, `_scorings`) under `_wake`, and get
-their answers through futures on their loops. In each turn the thread takes the inbox, aborts, changes weights, lets
-requests join, scores some given texts, and decodes one token for every sequence. So aborts and new weights wait for one
-decode step, and new requests for free slots. When an error ends the thread, all waiting and later callers get its
-reason. A given text's log-probabilities are those that it would get alone. Axis suffixes: R texts of a pass, T tokens
-of the longest.
+their answers through futures on their loops. In each turn the thread empties the inbox, aborts requests, changes
+weights, lets requests join, scores some given texts, and decodes one token for every sequence. So aborts and new
+weights wait for one decode step, and new requests for free slots. When an error ends the thread, all waiting and later
+callers get its reason. A given text's log-probabilities are those that it would get alone. Axis suffixes: R texts of a
+pass, T tokens of the longest.
 """
 
 from __future__ import annotations
@@ -229,8 +229,9 @@ class NativeEngine:
         return True
 
     def _joining(self) -> list[RunningSequence]:
-        """Return the requests that join now: all as soon as they fit, else some when an eighth of the batch is free. A
-        prefill pass for each sequence that ends would cost as much as a decode step of the batch."""
+        """Return the requests that join now: all of them as soon as they fit; otherwise some of them once an eighth of
+        the batch is free, because a prefill pass for each free slot would cost as much as a decode step of the
+        batch."""
         free = self._batch.num_free
         with self._wake:
             if free < min(len(self._waiting), max(1, self.max_batch_size // 8)):

@@ -1,10 +1,10 @@
 """The cache of a batch whose sequences have different lengths: keys and values, and the states of other layers.
 
-A transformers `Cache` over slots: new keys and values are written in place at each slot's position, so a decode
-step copies no earlier keys or values, and attention reads a view. Layers with a convolution or a recurrence keep states
-of a fixed size for each slot, which a decode step also updates in place. Promise: slots [0, n) are the running ones,
-and each attends to its first `length` positions only. Axis suffixes: S slots, R slots in use, H key-value heads, C
-capacity, T new tokens, D head size, W width of a convolution.
+A transformers `Cache` over slots: new keys and values are written in place at each slot's position, so a decode step
+copies no earlier keys or values, and attention reads a view. Layers with a convolution or a recurrence keep states of a
+fixed size for each slot, which a decode step also updates in place. Promise: slots [0, n) are in use, and each of them
+attends only to its first `length` positions. Axis suffixes: S slots, R slots in use, H key-value heads, C capacity, T
+new tokens, D head size, W width of a convolution.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BLOCK_TOKENS = 64
 
 
 class AttentionLimit(NamedTuple):
-    """The tokens that a token attends to: the last `num_tokens`, including itself, or, with `in_chunks`, the earlier
-    ones of its chunk of `num_tokens`."""
+    """The tokens that a token attends to: the last `num_tokens` tokens including itself or, with `in_chunks`, the
+    tokens up to itself in its chunk of `num_tokens`."""
 
     num_tokens: int
     in_chunks: bool = False
@@ -58,8 +58,8 @@ class SlotCache(Cache):
         self._kv_length = 0
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Make room for `num_rows` sequences of `num_tokens`. Sequences grow by half, so that each token is copied about
-        once; the number of rows is `cache_rows`."""
+        """Make room for `num_rows` sequences of `num_tokens`. The room of all sequences grows by half, so that each
+        token is copied about once; the number of rows is `cache_rows`."""
         if num_rows <= self.rows and num_tokens <= self.capacity:
             return
         if num_rows > self.rows:
@@ -132,8 +132,8 @@ class SlotCache(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Keep the last W of a convolution's [R, ..., T] inputs; return all inputs, with the earlier ones or zeros before
-        them."""
+        """Keep the last W of a convolution's [R, ..., T] inputs; return all inputs, preceded by the earlier inputs or
+        zeros."""
         before = self.get_conv_state(layer_idx, state_idx)
         width = conv_kernel_size or conv_states.shape[-1]
         if before is not None:

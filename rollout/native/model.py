@@ -120,7 +120,7 @@ class NativeModel:
     def score(self, ids_RT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return [R, T] log-probabilities of right-padded `ids_RT` at temperature 1, the likeliest tokens and their
         log-probabilities; column 0 and the padding are meaningless. The head, with any scale or soft cap after it, is
-        applied to a few positions at a time, so that the logits of all of them are never in memory together."""
+        applied to a few positions at a time, so that the logits of all positions are never in memory together."""
         body = self.module.get_decoder()
         if body is self.module:  # Llama 4 does not name it
             body = self.module.model
@@ -190,7 +190,8 @@ class NativeModel:
         return {**dict.fromkeys(STATE_KINDS), **masks} if len(masks) > 1 else next(iter(masks.values()), None)
 
     def _scale_queries(self, layer: Any, _: Any, __: Any, queries: Tensor) -> Tensor | None:
-        # In Llama 4, which scales queries by the cache's length, and so by 1 here, where rows differ in length.
+        # Llama 4 scales queries by the length of the cache. Here rows differ in length and its scale is 1, so scale by
+        # row.
         if self._decoded_R is None:
             return None
         steps_R = torch.floor((self._decoded_R.float() + 1) / layer.floor_scale)
@@ -199,7 +200,7 @@ class NativeModel:
         return scaled.to(queries.dtype)
 
     def _clamp_time_steps(self, layer: Any, limits: list[float], _: Any, __: Any, projected: Tensor) -> Tensor | None:
-        # In Mamba 2, which clamps its time steps, softplus(x + bias), in a prefill but not in a decode pass.
+        # Mamba 2 clamps its time steps, softplus(x + bias), in a prefill but not in a decode pass.
         if self._decoded_R is None:
             return None
         low_M, high_M = (limit - layer.dt_bias.float() for limit in limits)
@@ -288,10 +289,12 @@ def _refuse_unknown_states(config: PreTrainedConfig) -> None:
     has_states = bool(_kinds_of(config) & STATE_KINDS)
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if getattr(model_class, "_is_stateful", False) and not has_states:
-        raise _refusal(config, "keeps states in a form that it does not know")
+        raise _refusal(config, "keeps states in a form that this engine does not know")
     if has_states and not hasattr(Cache, "get_conv_state"):
         raise _refusal(
-            config, f"has states, which transformers {transformers_version} does not show it", "transformers 5.23"
+            config,
+            f"has states that transformers {transformers_version} does not give to the engine",
+            "transformers 5.23",
         )
 
 
@@ -312,7 +315,7 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 class Float32Head:
     """Replaces the forward of an LM head of a shorter type (`policy.float32_head`): products with its weights are
-    summed in and rounded to float32, as the learner's. On a CPU it keeps a float32 copy of the weights."""
+    summed in and rounded to float32, as the learner's products are. On a CPU it keeps a float32 copy of the weights."""
 
     def __init__(self, head: Any) -> None:
         self._head = head

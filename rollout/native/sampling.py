@@ -108,8 +108,8 @@ def sample(
     """Return ([R] int64 tokens, [R] float32 log-probabilities in nats) drawn by inversion of the cumulative
     distribution. log p = log_softmax(mask(logits / temperature)) in float32, where mask is min-p, then top-k, then
     top-p; the token is the first whose cumulative probability (in float64) exceeds `uniform_R` times the sum, so a
-    masked token is never drawn. top-k and top-p come together. A row whose logits hold a NaN gets a NaN as its
-    log-probability, and any token."""
+    masked token is never drawn. `top_k_R` and `top_p_R` have an effect only together. A row whose logits hold a NaN
+    gets a NaN as its log-probability, and any token."""
     logits_RV = logits_RV.float() / temperature_R[:, None]
     if min_p_R is not None:
         logits_RV = mask_min_p(logits_RV, min_p_R)

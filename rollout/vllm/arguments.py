@@ -41,8 +41,8 @@ def require_vllm() -> None:
 def engine_arguments(
     spec: RunSpec, config: PreTrainedConfig, architecture: str, device: str, load_weights: bool
 ) -> dict[str, Any]:
-    """Return the arguments for `vllm.AsyncEngineArgs`, for the model of `config` and of the class `architecture`. Token
-    ids in and out: vLLM itself needs no tokenizer."""
+    """Return the arguments for `vllm.AsyncEngineArgs`, for the model of `config` and of the class `architecture`. vLLM
+    gets and returns token ids, so it needs no tokenizer."""
     policy, generation = spec.policy, spec.policy.generation
     if generation.temperature < LOWEST_TEMPERATURE:
         raise InvalidInput(
@@ -73,7 +73,7 @@ def engine_arguments(
     if settings.kv_cache_memory_bytes is not None or on_cpu:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
     if on_cpu:
-        # A prompt in parts would require that the seeded generators step back, which PyTorch's on CPUs cannot.
+        # A prompt in parts requires that seeded generators step back, which PyTorch's generators on CPUs cannot.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, arguments["max_model_len"])
     if settings.speculative is not None:
@@ -95,8 +95,8 @@ def engine_arguments(
 
 def _speculative_config(speculative: SpeculativeSection, policy: PreTrainedConfig) -> dict[str, Any]:
     """Return vLLM's settings of speculative decoding for the policy's config. Drafts are the draft model's likeliest
-    tokens, because vLLM draws others without the request's seed. Raises InvalidInput for a draft model with other
-    tokens than the policy's."""
+    tokens, because vLLM draws others without the request's seed. Raises InvalidInput if the draft model does not have
+    the policy's tokens."""
     config: dict[str, Any] = {
         "method": speculative.method,
         "num_speculative_tokens": speculative.num_speculative_tokens,
@@ -136,8 +136,8 @@ def _set_environment(guard: ProcessGuard, device: str) -> None:
     os.environ["VLLM_RPC_BASE_PATH"] = guard.directory
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if device == "cpu":
-        # nobind: several engines of one host would all be bound to the first cores. No compilation, because the engine
-        # runs eagerly, and the sampler's log-probabilities alone would need a C++ compiler and 15 s.
+        # nobind: otherwise several engines of one host would all be bound to the first cores. No compilation, because
+        # the engine runs eagerly, and the sampler's log-probabilities alone would need a C++ compiler and 15 s.
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     for name, value in variables.items():
         os.environ.setdefault(name, value)

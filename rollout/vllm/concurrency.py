@@ -1,7 +1,7 @@
 """The number of sequences that an engine should have: a state machine fed with the scheduler's report of each step.
 
-An engine with a paged KV cache holds as many sequences as their tokens fit, a number that is not known beforehand: few
-if all of them get long, many if most end early. Too few leave it idle; too many are preempted, and the work on a
+An engine with a paged KV cache holds as many sequences as fit with their tokens, a number that is not known beforehand:
+few if all of them get long, many if most end early. Too few leave it idle; too many are preempted, and the work on a
 preempted sequence is repeated. So the limit starts at the number that fits even with the longest sequences, and then
 
 - *grows* by an eighth when it limits the engine: all sequences run and the cache has room;

@@ -1,13 +1,14 @@
-"""The vLLM engine: vLLM's AsyncLLM behind the engine protocol, with the run's weights, leaving no process behind.
+"""The vLLM engine: runs vLLM's AsyncLLM behind the engine protocol, with the run's weights, and leaves no process
+behind.
 
 A separate thread (`engine_thread`) runs the asyncio loop of AsyncLLM, so that neither its start nor its bookkeeping for
-hundreds of sequences blocks the service. Callers wait for futures. The methods below the line belong to that loop. A
-guard (`process_guard`) watches vLLM's processes (the engine core, a worker for each part of the model): they end with
-this process however it ends. Every request is one completion (`requests`); siblings are submitted one after the other,
-so vLLM's prefix cache computes their prompt once. vLLM itself reports the versions of tokens.
+hundreds of sequences blocks the service. Callers wait for futures. The methods at the end of `VllmEngine` run on that
+loop. A guard (`process_guard`) watches vLLM's processes (the engine core, a worker for each part of the model): they
+end when this process ends, for whatever reason. Every request is one completion (`requests`); siblings are submitted
+one after the other, so vLLM's prefix cache computes their prompt once. vLLM itself reports the versions of tokens.
 
-An update of the weights (`update`) that fails before the pause leaves the old weights in use; one that fails during the
-pause ends the engine, because its weights are then unknown.
+An update of the weights (`update`) that fails before the pause leaves the old weights in use. An update that fails
+during the pause ends the engine, because the weights are then unknown.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ if TYPE_CHECKING:
     from paceline.rollout.vllm.reports import Reports
 
 WATCH_S = 0.2
-"""Seconds between two checks that the engine lives, because vLLM does not report its end."""
+"""Seconds between two checks whether the engine lives, because vLLM does not report its end."""
 END_S = 0.5
 """Seconds for the engine's processes to end by themselves, which they never do on CPUs; then the guard kills them."""
 SCORING_ATTEMPTS = 3
-"""Attempts to score a text under one version; new weights during an attempt cause the next."""
+"""Attempts to score a text under one version; new weights during an attempt cause another attempt."""
 log = logging.getLogger(__name__)
 
 
@@ -192,8 +193,8 @@ class VllmEngine:
         return sum(report.drafted for report in self._reports), sum(report.accepted for report in self._reports)
 
     async def weight_parts(self) -> tuple[list[int], list[int]]:
-        """Return (bytes of the last version that the worker has verified, bytes that it loads of a version), each a
-        list by worker; with data parallelism by the workers of one replica."""
+        """Return two lists with a number for each worker: the bytes of the last version that it has verified, and the
+        bytes that it loads of a version. With data parallelism the workers are those of one replica."""
         loaded = await self._thread.result(self._thread.submit(self._updates.loaded_bytes()))
         return self._updates.verified_bytes, loaded
 

@@ -1,4 +1,4 @@
-"""A thread with the asyncio loop of an engine: callers submit work, and get the reason when the engine has ended.
+"""A thread with the asyncio loop of an engine: callers submit work, and if the engine has ended they get the reason.
 
 The engine's coroutine runs on the loop from the thread's start to its end. Callers on other loops wait for futures, so
 that the engine never blocks them. At its end all waiting callers get the reason, and later work is refused.
@@ -56,7 +56,8 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     async def result(self, future: Future[ResultT]) -> ResultT:
-        """Return the result of submitted work; if the engine's end has cancelled it, raise the reason of that end."""
+        """Return the result of submitted work; if the work was cancelled because the engine ended, raise the reason of
+        that end."""
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

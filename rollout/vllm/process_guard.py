@@ -1,12 +1,12 @@
 """Guard of an engine's processes: it ends them and removes their shared memory, however their owner ends.
 
-An engine of several processes outlives a killed owner, and shared memory outlives them all. So the owner starts a guard
-first: a bare interpreter, in a separate session and without a parent, that waits for the end of a pipe which only the
-owner holds. Then it kills every process that has the engine's mark in its environment, and unlinks the shared memory
-that they mapped. Promise: this holds for any end of the owner, including SIGKILL of its whole process group; only a
-killed guard breaks it.
+An engine of several processes outlives a killed owner, and shared memory outlives all processes. So the owner starts a
+guard first: a bare interpreter, in a separate session and without a parent, that waits for the end of a pipe which only
+the owner holds. When the pipe ends, the guard kills every process that has the engine's mark in its environment, and
+unlinks the shared memory that these processes mapped. Promise: this holds for any end of the owner, including SIGKILL
+of its whole process group; only a killed guard breaks it.
 
-Run as a file, it imports no module of this project. Linux only: it reads /proc.
+This module runs as a file, so it imports no module of this project. Linux only: it reads /proc.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class ProcessGuard:
         guard.wait()  # the guard itself continues as a separate process
 
     def started(self) -> None:
-        """Report that all processes run; return once the guard, then less busy, has noted their shared memory."""
+        """Report that all processes run; return once the guard, which then checks less often, has noted their shared
+        memory."""
         self._owner.write(b"s")
         self._owner.flush()
         ready, _, _ = select.select([self._end], [], [], KILL_S)
@@ -110,7 +111,8 @@ class _Engine:
         return pids
 
     def _mapped(self, pid: int) -> set[str]:
-        """Return a process's shared-memory files: new ones only, none in folders, where a user may keep a model."""
+        """Return a process's shared-memory files: only new files, and no files in folders, because a user may keep a
+        model there."""
         lines = _read(pid, "maps").decode(errors="replace").splitlines()
         names = {line.partition(SHARED_MEMORY)[2].removesuffix(" (deleted)") for line in lines}
         return {name for name in names if name and "/" not in name} - self._others
@@ -125,7 +127,8 @@ class _Engine:
                 if pid not in trackers or late:
                     self._kill(pid)
             time.sleep(0.02)
-        # The owner's resource tracker removes the owner's semaphores, but it may have been killed with it.
+        # The owner's resource tracker removes the owner's semaphores, but the tracker may have been killed with the
+        # owner.
         owner_lives = bool(_read(self._owner, "maps"))
         for name in self._files if owner_lives else self._files | self._owners_files:
             with contextlib.suppress(OSError):
@@ -143,7 +146,8 @@ class _Engine:
 
 
 def watch_folder(path: str) -> int:
-    """Return a file descriptor that becomes readable when a file is created in `path`; -1 if the system has none."""
+    """Return a file descriptor that becomes readable when a file is created in `path`; -1 if the system cannot make
+    one."""
     import ctypes
 
     libc = ctypes.CDLL(None)

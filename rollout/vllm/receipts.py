@@ -1,10 +1,10 @@
 """Receipts of an engine's workers for weights that they have mapped and verified, in a page of memory that they share.
 
 A worker verifies on a thread while it decodes, so it cannot answer a call; it writes its receipt instead. The promise:
-a receipt is valid for one order and the reader's part of these contents only, so an old receipt or another reader's
-does not count; with all receipts every byte of a version was verified. Orders are numbered for the engine's life,
-because nothing else distinguishes two versions: two segments count their generations alike, and a manifest that came by
-hosts has no checksums. The page is a memfd without a name: it ends with the processes.
+a receipt is valid only for one order and for the reader's part of these contents, so an old receipt or another reader's
+receipt does not count. If all receipts are there, every byte of a version was verified. Orders are numbered for the
+engine's life, because nothing else distinguishes two versions: two segments count their generations alike, and a
+manifest that came by hosts has no checksums. The page is a memfd without a name: it ends with the processes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Receipts:
     async def verified(self, content_hash: str, order: int, timeout_s: float) -> list[int]:
         """Wait for all receipts of an order, and return the number of bytes that each reader has verified. Raises a
         failed reader's error: WireError for other bytes than the sender's, InvalidInput for numbers that are not
-        finite, Unavailable for memory that it could not read; and Unavailable for no receipt within `timeout_s`."""
+        finite, Unavailable for memory that it could not read. Also raises Unavailable if a receipt is missing after
+        `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_readers))
         num_bytes = [0] * self.num_readers
@@ -115,7 +116,7 @@ class Receipts:
 
 
 def write_receipt(path: str, reader: int, receipt: bytes, order: int, num_bytes: int) -> None:
-    """Write a reader's receipt, as proof that everything which this thread did before has happened."""
+    """Write a reader's receipt. It proves that everything that this thread did before has happened."""
     _write(path, reader, SLOT.pack(receipt, order, num_bytes, 0, 0, b""))
 
 
@@ -147,9 +148,9 @@ class ReadWeights:
 
 class SegmentReader:
     """Reader number `reader` of an engine. `load` runs on the worker's main thread, `read` on others. It maps a segment
-    once and compares its part of each version's checksums; the others compare the rest. A segment stays mapped for
-    the versions after, the two last ones at most. On a GPU those of its pages that this worker loads stay locked, so
-    that a later version is loaded at bus speed."""
+    once and compares its part of each version's checksums; the other readers compare the rest. The last two segments
+    stay mapped for later versions. If the worker has a GPU, the pages that it loads stay locked, so that a later
+    version is loaded at bus speed."""
 
     def __init__(self, reader: int, device: torch.device) -> None:
         self._reader = reader
@@ -165,7 +166,8 @@ class SegmentReader:
         """Number of bytes that this worker loads of a version; 0 before the first."""
 
     def read(self, order: ReadOrder, take: Callable[[ReadWeights], None]) -> None:
-        """Map and verify, call `take`, then write the receipt (`take` has returned). Writes and raises an error."""
+        """Map and verify a version, call `take`, and write the receipt after `take` has returned. An error is written
+        to the page and raised."""
         try:
             manifest = WeightManifest.from_bytes(order.manifest)
             segment = self._segment(order.segment)
@@ -219,7 +221,7 @@ class LoadRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = tensor.untyped_storage().data_ptr()
         self.ranges: list[tuple[int, int]] = []
-        """Byte ranges [start, end), each from the first to the last byte of a copy."""
+        """Byte ranges [start, end); a range reaches from the first to the last byte of a copy."""
         self.num_bytes = 0
         """Number of copied bytes."""
 

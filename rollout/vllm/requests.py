@@ -16,8 +16,8 @@ from paceline.rollout.stop_strings import StopScanner, cut
 from paceline.spec.sections.vllm import NOT_SPECULATED
 
 LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature above 0 that vLLM uses; lower ones it raises, with only a log line. So below this value the engine
-takes the likeliest token, which is then certain."""
+"""Lowest temperature above 0 that vLLM uses. vLLM raises a lower temperature to this value, with only a log line; so
+for a lower temperature this engine takes the likeliest token, and its log-probability is 0."""
 LabelSpan = tuple[str, int, int]
 """Span of sampled tokens: label of its version, first token and end, counted from the first token that vLLM sampled."""
 
@@ -32,7 +32,7 @@ def version_of(label: str) -> Version:
 
 
 def check_speculated(params: SamplingParams) -> None:
-    """Raise InvalidInput for parameters that speculative decoding does not sample with exactly."""
+    """Raise InvalidInput for parameters with which speculative decoding does not sample exactly."""
     for name, reason in NOT_SPECULATED.items():
         if getattr(params, name):
             raise InvalidInput(

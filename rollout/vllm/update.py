@@ -1,8 +1,9 @@
-"""New weights for a running vLLM: verified by every worker while it decodes, loaded between two decode steps.
+"""Gives new weights to a running vLLM: every worker verifies them while it decodes, and loads them between two steps.
 
-They lie in a segment of host memory, which every worker maps once; each verifies its part of them while generation goes
-on. When all have, generation pauses, the workers load their parts, and it resumes: with an empty cache, or, if running
-sequences keep their keys and values, with one in which new requests find those of the new version only.
+The weights lie in a segment of host memory, which every worker maps once; each worker verifies its part of them while
+generation goes on. When all parts are verified, generation pauses, the workers load their parts, and generation resumes
+with an empty cache. If running sequences keep their keys and values, the cache is kept, but new requests find only the
+keys and values of the new version in it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 READ_TIMEOUT_S = 300.0
 """Seconds in which the workers must read and verify new weights, while they continue to decode."""
 RESUME_TIMEOUT_S = 60.0
-"""Seconds for which `swap` waits for the next token, which only measures the pause."""
+"""Seconds for which `swap` waits for the next token; this wait only measures the pause."""
 
 
 class WeightUpdates:
@@ -87,8 +88,8 @@ class WeightUpdates:
 
     async def swap(self, version: Version, in_hand: Callable[[], int]) -> float:
         """Pause, load the weights that were read, and resume; `in_hand` counts the engine's requests. Return the
-        seconds without a token, up to the first token after the pause, so that recomputing keys and values counts;
-        without in-flight updates running sequences are decoded to their end first, which does not count. An error
+        seconds without a token, up to the first token after the pause, so that recomputing keys and values counts.
+        Without in-flight updates running sequences are decoded to their end first; this time does not count. An error
         leaves the engine in an unknown state."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 

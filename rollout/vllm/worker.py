@@ -1,9 +1,10 @@
 """Extension of vLLM's worker processes: it reads new weights, and loads them while generation is paused.
 
-vLLM imports this module in every worker, because it is named as `worker_extension_cls`, and that registers the weight
+vLLM imports this module in every worker, because it is named as `worker_extension_cls`; the import registers the weight
 transfer. An update has two parts. `paceline_read_weights` maps the weights and verifies this worker's part on a thread,
 while the worker continues to decode. Then, between `start_weight_update` and `finish_weight_update`, each worker loads
-its part of all tensors at once. So no step that can fail externally happens while the model mixes versions.
+its part of all tensors at once. So no step that can fail for an external reason happens while the model has weights of
+two versions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class SegmentTransfer(WeightTransferEngine[NoInit, LoadRead]):  # type: ignore[m
     init_info_cls = NoInit
     update_info_cls = LoadRead
     reader: SegmentReader | None = None
-    """Reader of this worker; made with the first order, which has the worker's number."""
+    """Reader of this worker; made when the first order arrives, because the order has the worker's number."""
 
     def read(self, order: ReadOrder, reader: int) -> None:
         """Begin to map and verify weights; `receive_weights` finds the outcome as soon as the receipt is written."""
@@ -123,8 +124,8 @@ class WorkerExtension:
 def expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Tensor:
-    """Return [num_tokens]: each sequence's entry of `x` for each of its drafted tokens, of which `cu_num_tokens` has
-    the cumulative numbers."""
+    """Return [num_tokens]: each sequence's entry of `x`, once for each of its drafted tokens. `cu_num_tokens` has the
+    cumulative numbers of drafted tokens."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
@@ -143,8 +144,8 @@ def repair_rejection_sampler(sampler: Any) -> None:
 
 
 def repair_draft_model(proposer: Any) -> None:
-    """Repair a fault of vLLM 0.32 in its class `proposer`: a draft model gets random weights if the policy's come
-    later."""
+    """Repair a fault of vLLM 0.32 in its class `proposer`: a draft model gets random weights if the policy's weights
+    come later."""
     config_of = proposer._create_draft_vllm_config
 
     def create_draft_vllm_config(self: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Layout, checksums and coding of a version's bytes, which all weight channels share."""
+"""Lays out, checks and codes the bytes of a version, in the same way for all weight channels."""

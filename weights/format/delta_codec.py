@@ -2,15 +2,15 @@
 
 The elements are classed by magnitude, and the positions of the changed ones are coded for each class separately
 (`Gaps`): an optimizer step is about equally large for all weights, but a unit in the last place is not, so small
-weights change their bits far more often than large ones. The result is a few percent larger than the information in it.
-Class 0 has the large weights, by far the most, and is never listed: its elements are counted by position. Each other
-class has a quarter of the elements of the class before, so listing them is cheap. Equal bits and bounds give equal
-classes on every machine.
+weights change their bits far more often than large ones. The result is a few percent larger than its information
+content. Class 0 has the large weights, by far the most, and is never listed: its elements are counted by position. Each
+other class has a quarter of the elements of the class before, so listing them is cheap. Equal bits and bounds give
+equal classes on every machine.
 
 New values are coded relative to the base's bits: an Adam step with a small learning rate moves a bf16 weight by one
-unit in the last place or not at all. So a difference is a sign. The few elements that moved further are listed by class
-like the changed elements, and their distances are coded in planes (all lowest bytes, then all second ones, …) with
-zstd.
+unit in the last place or not at all. So most differences are only a sign. The few elements that moved further are
+listed by class like the changed elements, and their distances are coded in planes (all lowest bytes, then all second
+ones, …) with zstd.
 
 The promise: `decode` returns plain overwrites (positions and new bits) for the base that `find_changes` saw; the caller
 checks that it has that base. Applying overwrites twice has the same effect as once. Input that `encode` cannot have
@@ -46,13 +46,15 @@ BLOCK = 1 << 17
 """Number of elements that are compared at a time: their working memory fits into a core's cache."""
 _LISTED_SHARE, _NEXT_SHARE = 0.2, 0.3
 _FEWEST_LISTED = 1024
-"""Least number of elements of a class; the counts and the code table of a smaller class cost more than it saves."""
+"""Least number of elements of a class; counts and code table of a smaller class would cost more than the class
+saves."""
 _SAMPLE = 1 << 14
 
 
 def choose_bounds(bits_N: Bits) -> tuple[int, ...]:
     """Return the descending bounds of the magnitude classes for these bits: class 0 is [bounds[0], ∞), class c is
-    [bounds[c], bounds[c - 1]), the last class goes down to 0. Empty for few elements or a type without 16 bits."""
+    [bounds[c], bounds[c - 1]), the last class goes down to 0. Empty for few elements, or for a type that does not have
+    16 bits."""
     if bits_N.dtype.itemsize != 2 or len(bits_N) < 8 * _FEWEST_LISTED:
         return ()
     sample = bits_N[:: max(1, len(bits_N) // _SAMPLE)]
@@ -132,7 +134,7 @@ def encode(base_N: Bits, new_N: Bits) -> bytes | None:
 
 
 def find_changes(base_N: Bits, new_N: Bits) -> Changes | None:
-    """Return the differences between two tensors of equal type and size; None if there are none."""
+    """Return the differences between two tensors of equal type and size; None if the tensors are equal."""
     is_changed_N = np.empty(len(base_N), np.bool_)
     blocks = []
     for begin in range(0, len(base_N), BLOCK):

@@ -54,9 +54,10 @@ def fingerprint(
     identity: Callable[[Tensor], int] | None = None,
     whole: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return [8] uint8 that two bases share if they have the same weights: XXH3 over names and bytes, rounded to
-    bfloat16, so that the precision in which a side read the files does not matter. Tied weights, which share their
-    `identity` (default: the address of their data), count once. `whole` returns a tensor that has all elements."""
+    """Return [8] uint8 that two bases share if they have the same weights: XXH3 over names and bytes of the weights,
+    rounded to bfloat16 first, so that the precision in which a side read the files does not matter. Tied weights, which
+    share their `identity` (default: the address of their data), count once. `whole` returns a tensor that has all
+    elements."""
     import torch
     import xxhash
 

@@ -83,8 +83,8 @@ class WeightManifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorPlan], bucket_bytes: int) -> WeightManifest:
-        """Assign an offset to every tensor, or with `same_as` the named tensor's offset. Raises ValueError for a dtype
-        that cannot travel, a repeated name, or a `same_as` of other size."""
+        """Assign an offset to every tensor. A tensor with `same_as` gets the offset of the tensor that `same_as` names.
+        Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size."""
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive")
         entries: dict[str, TensorEntry] = {}

@@ -1,4 +1,4 @@
-"""Packs a version's tensors into one flat run of bytes, unpacks them as views (never copies), computes checksums."""
+"""Packs a version's tensors into one flat run of bytes, unpacks them as views (never copies), and makes checksums."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def verify(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> int:
     """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums; return the number of their
-    bytes. Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with
-    NaN or infinite elements. `digests` False: check numbers only, because checksums were compared."""
+    bytes. Raises WireError with the name of the first tensor whose bytes are not the sender's, and InvalidInput for a
+    tensor with NaN or infinite elements. `digests` False: check numbers only, because checksums were compared."""
     check = partial(_verify_piece, flat, manifest.algorithm, digests, chunk_bytes)
     with ThreadPoolExecutor(num_threads, "paceline-checksums") as threads:
         for _ in threads.map(check, pieces):
@@ -101,7 +101,7 @@ def _verify_piece(
 
 
 def _is_finite(raw: torch.Tensor, dtype: str) -> bool:
-    """Return whether all elements are finite. Elements are checked singly only if their sum is not finite."""
+    """Return whether all elements are finite. Elements are checked one by one only if their sum is not finite."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)

@@ -1,8 +1,9 @@
 """Connects a worker or learner rank to its host's relay, and starts the relay if there is none.
 
-The promise: until `close`, a relay runs or is being started: one that dies, or is silent for `SILENCE_S`, is replaced.
-Then `on_connected` is called again, and has to repeat everything that a relay must know. A relay outlives the process
-that started it and ends with its last client. One thread connects, receives and calls back; any thread may send.
+The promise: until `close`, a relay runs or is being started: a relay that dies, or is silent for `SILENCE_S`, is
+replaced. Then `on_connected` is called again, and has to repeat everything that a relay must know. A relay outlives the
+process that started it and ends with its last client. One thread connects, receives and calls back; any thread may
+send.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class RelayClient:
-    """Connection to the relay with the socket `name`. `host` is the address that the relay listens on for other hosts,
-    `advertised` the one at which they reach it."""
+    """Connection to the relay with the socket `name`. The relay listens on the address `host` for other hosts, and they
+    reach it at the address `advertised`."""
 
     def __init__(self, name: str, host: str, advertised: str, zone: str = "", silence_s: float = SILENCE_S) -> None:
         self.name = name
@@ -58,7 +59,7 @@ class RelayClient:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a connection, at most that time; return whether there is one."""
+        """Wait for a connection, at most `timeout_s` seconds; return whether there is one."""
         with self._changed:
             return self._changed.wait_for(lambda: self._identity is not None, timeout_s)
 

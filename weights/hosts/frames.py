@@ -1,7 +1,7 @@
 """Messages between the relays of two hosts, on a channel of any transport.
 
 The listener sends a nonce of 16 bytes; the reader answers with one `ReadRequest`, whose proof shows that it knows the
-secret of the run's relays. Then only the listener sends: frames of a head (kind, index, length) and as many bytes.
+secret of the run's relays. Then only the listener sends: frames of a head (kind, index, length) and `length` bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
     """A piece of the version: the frame has the piece's index and bytes."""
     MANIFEST = 3
     GONE = 4
-    """The host no longer has the version, or will not get that version."""
+    """The host no longer has the version, or will not get it."""
     REFUSED = 5
     """The request was refused; the frame has the reason in UTF-8."""
 

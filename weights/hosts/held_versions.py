@@ -1,10 +1,11 @@
-"""The versions that a host holds in segments of shared memory: one is passed on and loaded while the next one arrives.
+"""The versions that a host holds in segments of shared memory: a version is passed on and loaded while the next one
+arrives.
 
 Pieces arrive in any order, each verified before it is noted here; threads that pass the version on wait for the next
 piece. The promise: a segment is written only while no engine of the host reads it, according to the kernel's file
 locks. Readers on other hosts do not keep a version: of two segments that other hosts read, the older one is
-overwritten, and its readers are told that it is gone. Staging waits for nobody: if engines read both segments, a third
-one is made, and dropped later. One condition guards all state; waiting threads are woken at every change.
+overwritten, and its readers are told that the version is gone. Staging waits for nobody: if engines read both segments,
+a third one is made, and dropped later. One condition guards all state; waiting threads are woken at every change.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.weights.hosts.segment import HostSegment
 SEGMENTS = 2
 MAX_SEGMENTS = 3
 ENGINES_POLL_S = 0.01
-"""Seconds between two checks whether an engine has ended its reading, which the kernel does not announce."""
+"""Seconds between two checks whether an engine has stopped reading; the kernel does not announce the end."""
 
 
 class HeldVersion:
@@ -64,7 +65,7 @@ class HeldVersion:
 
 
 class HeldVersions:
-    """The versions that a host holds, of one run at a time. Any thread may call."""
+    """The versions of one run that a host holds. Any thread may call."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -77,7 +78,7 @@ class HeldVersions:
         self.closed = False
 
     def use_run(self, run_id: str) -> None:
-        """Hold versions of this run from now on; those of another run are dropped."""
+        """Hold versions of this run from now on; versions of another run are dropped."""
         with self.changed:
             if run_id == self.run_id:
                 return
@@ -106,8 +107,8 @@ class HeldVersions:
             return not (is_older or (self.wanted is not None and version < self.wanted))
 
     def begin(self, layout: HostManifest, version: Version, *, staged: bool, wait_s: float) -> HeldVersion | None:
-        """Return memory for a version: the memory that already holds it, or an older version's. Return None if engines
-        read all segments for `wait_s`, or if a newer version came. A staged version always gets memory."""
+        """Return memory for a version: the memory that already holds it, or the memory of an older version. Return None
+        if engines read all segments for `wait_s`, or if a newer version came. A staged version always gets memory."""
         deadline_s = time.monotonic() + wait_s
         while True:
             with self.changed:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 MAX_SEGMENTS = 2
 POLL_S = 0.002
-"""Seconds between two checks whether a reader has ended its reading, which the kernel does not announce."""
+"""Seconds between two checks whether a reader has stopped reading; the kernel does not announce the end."""
 
 
 class SegmentPair:
     """A writer's segments, made when needed. None is written while an engine reads it or another operation writes it.
-    Any thread may call; the caller of `begin` alone writes, until it calls `release`. Memory under an operation that
-    never ends is abandoned and never reused; it is freed when the operation ends."""
+    Any thread may call; only the caller of `begin` writes, until it calls `release`. Memory under an operation that
+    does not end is abandoned: it is never reused, and is freed if the operation ends later."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class SegmentPair:
 
     def begin(self, size_bytes: int, bucket_bytes: int, timeout_s: float) -> tuple[HostSegment, int]:
         """Return a segment of this size for writing, and its new generation; call `release` with the segment at the
-        end. Raises Unavailable if all are read for `timeout_s`."""
+        end. Raises Unavailable if engines read all segments for `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -70,8 +70,8 @@ class SegmentPair:
             self._writing = [other for other in self._writing if other is not segment]
 
     def _make(self, size_bytes: int, bucket_bytes: int) -> tuple[HostSegment, int] | None:
-        """Return a new segment and its generation. If there are MAX_SEGMENTS already, return None, unless operations
-        that may never end write all of them; then the new segment replaces one of them."""
+        """Return a new segment and its generation. If there are MAX_SEGMENTS already, return None. But if operations
+        that may never end write all of them, the new segment replaces one of them."""
         if len(self._segments) >= MAX_SEGMENTS:
             stuck = [segment for segment in self._segments if segment in self._writing]
             if len(stuck) < MAX_SEGMENTS:
@@ -85,7 +85,8 @@ class SegmentPair:
 
 
 State = Literal["received", "compared", "verified"]
-"""`received`: nothing is checked. `compared`: the checksums are the sender's. `verified`: also, all numbers are finite.
+"""`received`: nothing is checked. `compared`: the checksums are the sender's. `verified`: besides, all numbers are
+finite.
 """
 
 
@@ -118,7 +119,7 @@ class HostWeights(Mapping[str, "torch.Tensor"]):
         return cls(segment, generation, manifest)
 
     def reading(self) -> AbstractContextManager[None]:
-        """Keep the bytes from being overwritten. Raises Unavailable if they were already."""
+        """Keep the bytes from being overwritten. Raises Unavailable if they were overwritten before."""
         return self.segment.reading(self.generation)
 
     def verify(self) -> None:

@@ -1,7 +1,7 @@
 """The Unix socket between a host's relay and its workers and learner ranks, for messages and descriptors of memory.
 
-The socket is abstract: it belongs to a network namespace, so the containers of a pod share it, it leaves nothing in a
-file system, and binding it decides which of several relays that start at once remains. `PACELINE_AGENT_DIR` names a
+The socket is abstract: it belongs to a network namespace, so the containers of a pod share it, and it leaves nothing in
+a file system. If several relays start at once, the relay that binds the socket remains. `PACELINE_AGENT_DIR` names a
 folder for containers that share a relay but no network namespace. Both sides accept only their own user's processes.
 """
 
@@ -30,7 +30,8 @@ LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
 """Environment variable that separates the relays of processes on one host, as if the processes were on several hosts.
 """
 HEAD = struct.Struct("<IB3x")
-"""Head of a message, because several may be received at once: its number of bytes, and 1 if a descriptor belongs to it.
+"""Head of a message: its number of bytes, and 1 if a descriptor belongs to it. Several messages may be received at
+once.
 """
 CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
@@ -95,7 +96,10 @@ class LocalConnection:
         self.peer_pid, user, _ = CREDENTIALS.unpack(credentials)
         if user != os.getuid():
             connection.close()
-            raise Unavailable(f"process {self.peer_pid} of user {user} is not trusted with weights")
+            raise Unavailable(
+                f"process {self.peer_pid} runs as user {user}, but this process shares weights only with processes of "
+                f"user {os.getuid()}"
+            )
 
     def send(self, message: Message, fd: int | None = None) -> None:
         """Send a message with its descriptor, if any. Raises Unavailable."""
@@ -112,7 +116,7 @@ class LocalConnection:
 
     def receive(self, kind: type[MessageT], timeout_s: float | None) -> tuple[MessageT, int | None] | None:
         """Return the next message and its descriptor, which the caller closes; None if none came in time. Raises
-        Unavailable if the peer has ended the connection, and WireError."""
+        Unavailable if the peer has ended the connection, WireError for malformed bytes."""
         try:
             while True:
                 parsed = self._parsed(kind)

@@ -1,7 +1,8 @@
-"""The manifest of a version that is sent by hosts: layout, bytes of each of the learner's hosts, digest of each piece.
+"""The manifest of a version that hosts send to each other. It has the layout, the bytes that each of the learner's
+hosts has, and the digest of each piece.
 
-The control plane sends the manifest's SHA-256, so a host that passes it on can change nothing. Layout and owners stay
-the same for all versions of a run; only the digests change.
+The control plane sends the manifest's SHA-256, so a host that passes the manifest on cannot change it. Layout and
+owners stay the same for all versions of a run; only the digests change.
 
 A version is one flat run of bytes (`paceline.weights.format.manifest`), and each of the learner's hosts has some
 ranges. A *piece* is the part of one bucket that one of these hosts has: it has one digest, and is sent, verified and

@@ -1,10 +1,10 @@
-"""Tracks the members that get weights by the relays of their hosts: the version that each holds, and its silence.
+"""Tracks the members that get weights by the relays of their hosts: the version and the silence of each member.
 
 It sends nothing: the coordinator tells each host where to read. A member has `max_wait_s` for its first report on a
-version, and as long between two reports. While bytes arrive there is no other limit; without new bytes it is twenty
-times that plus the time that the bytes need at the slowest rate. The next version starts no deadline for a member that
-still loads one. A member that fails `PATIENCE` times in a row is to read the object store. One thread waits for
-deadlines and calls `on_result`; one condition guards the state.
+version, and as long between two reports. While bytes arrive there is no other limit; without new bytes the limit is
+twenty times `max_wait_s` plus the time that the bytes need at the slowest rate. A new version starts no deadline for a
+member that still loads an earlier one. A member that fails `PATIENCE` times in a row must read the object store. One
+thread waits for deadlines and calls `on_result`; one condition guards the state.
 """
 
 from __future__ import annotations

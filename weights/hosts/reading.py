@@ -1,13 +1,14 @@
 """Brings one version to this host: pieces from other hosts, each verified before it counts.
 
-Several streams share the pieces by their index. Each reads from the first upstream that has the version; if that one is
-silent for `silence_s`, unreachable, or sends bytes with another digest, the stream continues with the next upstream at
-the same piece. So a dead host is skipped within a second, and the hosts after it notice nothing, because the host that
-skipped it keeps sending signs of life. Upstreams may change at any time: a stream that only waits changes to the new
-ones at once, because two hosts that swapped positions would otherwise wait for each other; one that receives continues.
+Several streams share the pieces by their index. Each stream reads from the first upstream that has the version; if that
+upstream is silent for `silence_s`, is unreachable, or sends bytes with another digest, the stream continues with the
+next upstream at the same piece. So a dead host is skipped within a second, and the hosts after it notice nothing,
+because the host that skipped it keeps sending signs of life. Upstreams may change at any time. A stream that only waits
+changes to the new upstreams at once, because two hosts that swapped positions would otherwise wait for each other; a
+stream that receives bytes continues.
 
 The promise: only bytes with the digest that the control plane vouches for are noted as present, and `run`, called by
-one thread, ends: with the version; when a newer one is wanted and this one is gone or stalls; or after `close`.
+one thread, ends with the version, or when a newer version is wanted and this one is gone or stalls, or after `close`.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Reading:
             channel.close()
 
     def run(self) -> HeldVersion | None:
-        """Return the version once this host has all of it; None if it stays incomplete, because no upstream or no
-        memory has it and a newer one is wanted, or because a stream failed; None also after `close`."""
+        """Return the version once this host has all of it; None if it stays incomplete: a stream failed, or a newer
+        version is wanted and this one has no upstream or no memory. None also after `close`."""
         here = self._versions.find(self._plan.run_id, self.version)
         manifest = here.manifest if here is not None else None
         if here is None or manifest is None:
@@ -226,7 +227,7 @@ class Reading:
         return kind, index, length
 
     def _check_wait(self, channel: Channel) -> None:
-        """Raise unless upstream and version are still worth waiting for."""
+        """Raise an error if waiting for this upstream and version has no purpose any more."""
         with self._lock:
             if self._channels.get(channel) is not self._upstreams:
                 raise _Redirected("the plan names other upstreams")
@@ -271,7 +272,7 @@ class Reading:
                 if not self._ended.is_set():
                     with self._lock:
                         self.transfer.skipped += 1
-                    seldom.warning(address, "weights are read from another host than %s: %s", address, error)
+                    seldom.warning(address, "weights are not read from %s but from another host: %s", address, error)
             index += 1
         return None
 

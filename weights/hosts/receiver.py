@@ -1,9 +1,9 @@
-"""Loads the weights that this host's relay brings into the engine of one worker.
+"""Loads weights into the engine of one worker when this host's relay has brought them.
 
 Promise: a version is loaded only after the relay has verified all of it against the manifest that the control plane
 vouches for, and its memory cannot be overwritten while it is loaded. The newest complete version is loaded, whatever
-was planned before; versions only grow. While the engine loads one, the relay continues to receive the next. Two
-threads: the client's, which brings messages, and the loader, which waits for them and for the engine.
+was planned before; versions only grow. While the engine loads a version, the relay continues to receive the next one.
+Two threads: the client's, which brings messages, and the loader, which waits for them and for the engine.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class _Complete:
 
 class HostReceiver:
     """Receives the weights of one worker. `on_weights(version, weights)` returns when the engine samples with a copy of
-    the weights; their checksums were compared, their numbers were not. An exception refuses the version.
-    `on_ack(version, ok, message, transfer)` sends the answer. Both are called from the loader's thread. `on_relay`
-    is called from the client's thread when the host has another relay."""
+    the weights. The checksums of `weights` were compared before, but its numbers were not checked. An exception refuses
+    the version. `on_ack(version, ok, message, transfer)` sends the answer. Both are called from the loader's thread.
+    `on_relay` is called from the client's thread when the host gets another relay."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class HostReceiver:
 
     @property
     def at_work(self) -> list[WeightProgress]:
-        """Progress of the version that is being loaded, else of the one that arrives; empty if there is none."""
+        """Progress of the version that is being loaded, else of the version that arrives; empty if there is neither."""
         with self._changed:
             if self._loading is not None:
                 return [WeightProgress(self._loading, "loading", self._size_bytes)]
@@ -226,5 +226,5 @@ def check_plan(plan: worker_pb2.HostPlan) -> None:
     if len(plan.manifest_sha256) != hashlib.sha256().digest_size or not plan.upstreams:
         raise WireError(
             f"the plan for version {plan.version.step} has {len(plan.upstreams)} upstreams and a digest of "
-            f"{len(plan.manifest_sha256)} bytes"
+            f"{len(plan.manifest_sha256)} bytes; it needs at least one upstream and a SHA-256"
         )

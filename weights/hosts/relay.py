@@ -2,11 +2,12 @@
 
 Workers of the host tell it the coordinator's plans; learner ranks of the host stage their versions in its memory. The
 promise: a version reaches a host once, however many workers it has; versions that a newer plan replaced before they
-began are skipped, and one that has begun is completed if possible; a client's faults end only that client's connection.
+began to arrive are skipped, and a version that has begun is completed if possible; a client's faults end only that
+client's connection.
 
-Threads: one plans and reads (`_read_forever`), one tells clients (`_tell_forever`), one accepts, one for each client,
-and those of `Sender` and `Reading`. The condition of the held versions guards the state; no thread holds it while
-it sends.
+Threads: one plans and reads (`_read_forever`), one informs clients (`_tell_forever`), one accepts connections, and one
+serves each client; `Sender` and `Reading` have further threads. The condition of the held versions guards the state; no
+thread holds it while it sends.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class Relay:
         manifest = HostManifest.from_bytes(layout.manifest)
         if manifest.run_id != layout.run_id or layout.source >= max(1, manifest.sources):
             raise WireError(
-                f"the layout is of run {manifest.run_id!r} with {manifest.sources} hosts, not of {layout.run_id!r} "
-                f"with host {layout.source}"
+                f"the layout is of run {manifest.run_id!r} with {manifest.sources} hosts, but was sent for host "
+                f"{layout.source} of run {layout.run_id!r}"
             )
         with self.versions.changed:
             self.sender.admit_readers_of(layout.run_id, layout.token)
@@ -300,8 +301,8 @@ class _Client:
             case "alive":
                 self.connection.send(host_agent_pb2.AgentReply(alive=request.alive))
             case "plan":
-                # A version may be complete before its plan comes, and a client that sets up its run again has seen
-                # none.
+                # A version may be complete before its plan comes, and a client that sets up its run again has seen no
+                # version.
                 self.run_id, self._reported = request.plan.run_id, None
                 self._relay.take_plan(request.plan)
             case "layout":
@@ -341,7 +342,7 @@ class _Client:
     def _end(self, version: Version) -> None:
         held, layout = self._staging, self._layout
         if held is None or layout is None or held.version != version:
-            raise WireError(f"version {tuple(version)} ends, but was not begun")
+            raise WireError(f"version {tuple(version)} was ended, but staging it had not begun")
         held.ranks_done.add(id(self))
         if len(held.ranks_done) < self._local_ranks:
             return  # this rank stays a writer until the last rank has finished

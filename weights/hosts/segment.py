@@ -4,7 +4,7 @@ A segment lives for many versions: it is made once with the exact size, mapped o
 has a GPU, page-locked once. One writer begins a *generation*, publishes each bucket of bytes with its digest as soon as
 the bucket is verified, and completes the generation. The promise: while a reader reads a generation, the writer cannot
 begin the next one in that segment, and a reader that comes too late gets an error, never mixed bytes. Readers hold file
-locks of the kernel, so a reader's death, of whatever cause, ends its reading.
+locks of the kernel, so the death of a reader, for whatever reason, ends its reading.
 
 The memory is a memfd: it has no name in a file system, so it leaves nothing behind and no limit on /dev/shm applies. It
 is sealed against a change of its size, because reading memory that its owner truncates kills the reading process. A
@@ -37,7 +37,7 @@ FOOTER = struct.Struct("<8sIIQQQQ16x")
 """Fields of the footer: magic, format, buckets, bytes of weights and of a bucket, generation, last complete generation.
 """
 GENERATION_AT, COMPLETE_AT = 32, 40
-"""Offsets in the footer of the generation and of the last complete one."""
+"""Offsets in the footer at which the generation and the last complete generation are."""
 ENTRY = struct.Struct("<QB7x32s")
 """Fields of a bucket's entry: generation in which it was published, length of its digest in bytes, the digest."""
 MAX_DIGEST_BYTES = 32
@@ -84,8 +84,8 @@ class HostSegment:
 
     @classmethod
     def attach(cls, fd: int) -> HostSegment:
-        """Map a segment of another process; `fd` stays the caller's. Raises Unavailable if `fd` is no segment."""
-        # Opened again, because a lock belongs to its opening, and a passed descriptor shares the sender's.
+        """Map a segment of another process; `fd` stays the caller's. Raises Unavailable if `fd` is not a segment."""
+        # Opened again, because a lock belongs to an opening of the file, and a passed descriptor shares its sender's.
         return cls._map(f"/proc/self/fd/{fd}")
 
     @classmethod
@@ -112,7 +112,7 @@ class HostSegment:
 
     @property
     def path(self) -> str:
-        """Path at which other processes of this user open the segment, as long as this process has it open."""
+        """Path at which other processes of this user can open the segment while this process has it open."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property

@@ -1,8 +1,8 @@
 """Sends a relay's versions to other hosts: each piece as soon as it is verified here.
 
-The promise: a reader gets something at least every `WAIT_S`, so that it can tell a host that waits from one that is
-dead; and a reader that takes no bytes costs only one thread, for the transport's time-out. Threads: one accepts, one
-for each channel. They wait for the condition of the held versions and for their channels.
+The promise: a reader gets something at least every `WAIT_S`, so that it can tell a waiting host from a dead one. A
+reader that takes no bytes costs only one thread, until the transport's time-out. Threads: one accepts, one for each
+channel. They wait for the condition of the held versions and for their channels.
 """
 
 from __future__ import annotations

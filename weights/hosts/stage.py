@@ -26,7 +26,8 @@ from paceline.weights.hosts.manifest import HostManifest, version_message, versi
 from paceline.weights.hosts.segment import HostSegment
 
 MEMORY_S = 30.0
-"""Longest wait in seconds for memory of the host while its relay is being replaced; normally it takes milliseconds."""
+"""Longest wait in seconds for memory of the host while its relay is being replaced; normally the wait is
+milliseconds."""
 KEPT_SEGMENTS = 4
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 A transport listens and connects; a *channel* carries bytes in order in both directions. The promise of every transport:
 each call ends within the channel's `timeout_s` of silence or raises Unavailable, and a channel that failed is closed
 and never used again. Its users verify the bytes (`paceline.weights.hosts.reading`). Several streams between two hosts
-use several channels. With certificates both sides of a channel present a worker's.
+use several channels. With certificates both sides of a channel present the certificate of a worker.
 
 gloo, NCCL and torch's stores know neither encryption nor authentication: beyond loopback `check_plain` refuses them if
 this process has certificates, unless `weights.allow_plaintext_network` is true. A process without certificates listens

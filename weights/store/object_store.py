@@ -13,7 +13,7 @@ from paceline.errors import NotFound
 from paceline.files.storage import is_local, open_url, unavailable
 
 WHOLE_BYTES = 64 << 20
-"""Bytes that one request writes or reads at most; a larger object is in pieces of this size."""
+"""Bytes that one request writes or reads at most; a larger object is transferred in pieces of this size."""
 
 Buffer = bytes | memoryview
 
@@ -76,7 +76,7 @@ class WeightStore:
                     self._fs.rmdir(f"{self._root}/{folder}")
 
     def names(self) -> list[str]:
-        """Return the names of all objects if the file system can list them, else none. Raises Unavailable."""
+        """Return the names of all objects; an empty list if the file system cannot list them. Raises Unavailable."""
         try:
             return [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
         except (FileNotFoundError, NotImplementedError):

@@ -1,9 +1,10 @@
 """Records a session's versions in the object store, and offers them to the members. Runs on rank 0 of the learner.
 
 A member costs only an offer and its answer: it reads at its pace, and may skip versions. An offer without an answer is
-repeated after `max_wait_s` of silence, which is harmless: a member that is reading goes on, and one that holds the
-version says so. A refused offer is repeated after a growing pause. One thread waits for a new version, an answer, a
-change of members, or the time of the next offer. No other thread waits for it. One condition guards the state.
+repeated after `max_wait_s` of silence. The repetition is harmless: a member that is reading goes on, and a member that
+holds the version says so. A refused offer is repeated after a growing pause. One thread waits for a new version, an
+answer, a change of members, or the time of the next offer. No other thread waits for this thread. One condition guards
+the state.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Stored:
 
 class Chain:
     """Deltas and snapshots of one session. `oldest_held` returns the slowest member's version (None: no member needs an
-    old one). Promise: `prune` returns no version that a member with that version must still read, and none of the
-    newest chains."""
+    old one). Promise: `prune` returns no version that the slowest member must still read, and none of the newest
+    chains."""
 
     def __init__(self, anchor_interval: int, oldest_held: Callable[[], Version | None]) -> None:
         self._anchor_interval = anchor_interval
@@ -73,7 +74,8 @@ class Chain:
             self.newest, self.newest_version, self.contents = stored, manifest.version, manifest.contents
 
     def snapshot_is_due(self) -> bool:
-        """Return whether the interval is over, or the deltas since the last snapshot have more bytes than a new one."""
+        """Return whether the interval is over, or the deltas since the last snapshot have more bytes than a new
+        snapshot."""
         return len(self._since_snapshot) >= self._anchor_interval or sum(self._since_snapshot) > self._snapshots[-1][2]
 
     def stored(self, size_bytes: int, seconds: float) -> Stored:
@@ -104,7 +106,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
 MAX_SNAPSHOTS = 3
-"""Number of snapshots in a row that one member may cause; then it waits for the regular ones."""
+"""Number of snapshots in a row that one member may cause; then it waits for the regular snapshots."""
 
 
 @dataclass
@@ -240,8 +242,8 @@ class StoreOffers:
         if damaged:
             return message
         return (
-            f"{message} (weights are at {self._url}: a worker that does not share it cannot read them; "
-            "set weights.store to a URL that all can reach)"
+            f"{message} (weights are at {self._url}: a worker without access to it cannot read them; "
+            "set weights.store to a URL that all workers can reach)"
         )
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
 """A board of notes for the background threads of all learner ranks, which must not use the default process group: its
-collectives belong to training, and the two would interleave. One rank alone needs no network; several use a
-rendezvous that rank 0 serves for this purpose only."""
+collectives belong to training, and other collectives would interleave with them. A single rank needs no network;
+several ranks use a rendezvous that rank 0 serves for this purpose only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ POLL_S = 0.5
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """Longest attempt to reach the rendezvous, and longest wait for its answer. Never short: before it connects, torch asks
 the resolver for the host's name (`getnameinfo` in c10d's socket.cpp), also for a numeric address and within the same
-time-out. One lost answer of a name server takes 5 s (resolv.conf(5), `timeout`), and every shorter wait failed."""
+time-out. One lost answer of a name server takes 5 s (resolv.conf(5), `timeout`), and every shorter time-out then
+failed."""
 
 
 class RankBoard:

@@ -6,8 +6,8 @@ chunk is compared before the tensors are returned. An object that is damaged, tr
 named in the log, and replaced by reading the snapshot.
 
 One copy of the weights stays in host memory, because a delta needs the bits that it changes. It is changed in place,
-chunk by chunk, in several threads, because no two chunks share an element. An error that leaves it half changed drops
-it. The next parts are fetched while one is processed.
+chunk by chunk, in several threads, because no two chunks share an element. If an error leaves it half changed, it is
+dropped. The next parts are fetched while one part is processed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_CHAIN = 4096
 PARTS_AHEAD = 4
-"""Number of parts that are fetched ahead of the one that is processed."""
+"""Number of parts that are fetched ahead of the part that is processed."""
 PARTS_IN_HAND = 4
 """Number of parts whose chunks are decoded at a time."""
 MOST_THREADS = 24
@@ -247,7 +247,9 @@ class StoreReader:
         manifest = StoredVersion.from_bytes(data)
         actual = (manifest.run_id, manifest.version, manifest.algorithm)
         if actual != (offer.run_id, version, offer.algorithm) or offer.run_id != self._run_id:
-            raise WireError(f"{stored.name} is of {actual}, not of {(offer.run_id, version, offer.algorithm)}")
+            raise WireError(
+                f"{stored.name} is of {actual}, but the offer is of {(offer.run_id, version, offer.algorithm)}"
+            )
         return manifest
 
 
@@ -286,7 +288,7 @@ def _check_contents(held: HeldWeights, manifest: StoredVersion) -> None:
 
 
 class HeldWeights:
-    """All weights of one version: at first the version of `snapshot`, later that of the newest applied delta."""
+    """All weights of one version: at first the version of `snapshot`, later the version of the newest applied delta."""
 
     def __init__(self, snapshot: StoredVersion) -> None:
         self.version = snapshot.version

@@ -2,8 +2,8 @@
 
 Promise: new weights reach the engine whole and verified, or not at all. If several versions are offered during a read,
 only the newest is read afterwards. One thread waits for offers, then for the store, then for `on_weights`. `offer`
-never waits. A thread that the store has blocked for `STUCK_S`, plus the time that the bytes may take, is abandoned when
-the next offer comes; the bytes that it still reads are discarded.
+never waits. If the store has blocked the thread for `STUCK_S` plus the time that the bytes may take, the thread is
+abandoned when the next offer comes; the bytes that it still reads are discarded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OnAck = Callable[[Version, bool, str, bool], None]
 
 class StoreReceiver:
     """Reads the stored versions of one run for one member. `on_weights(version, tensors)` returns when the engine
-    samples with the tensors, or raises; then they belong to this object again. `on_ack(version, ok, message,
-    damaged)` sends the answer to the learner. Both are called from the reading thread."""
+    samples with a copy of the tensors, or raises; then the tensors belong to this object again. `on_ack(version, ok,
+    message, damaged)` sends the answer to the learner. Both are called from the reading thread."""
 
     def __init__(
         self, *, run_id: str, on_weights: Callable[[Version, dict[str, torch.Tensor]], None], on_ack: OnAck

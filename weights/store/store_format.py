@@ -2,8 +2,8 @@
 
 A *snapshot* is a version in full, a *delta* its difference from the previous version. Each learner rank writes one part
 file; then rank 0 writes a small manifest that names the parts with their digests, and only this makes the version
-exist. A manifest also has the digest of its base's manifest and, by rank, one hash over the checksums of all chunks
-before and after. So a reader that got one digest can check all files down to the snapshot.
+exist. A manifest also has the digest of its base's manifest and, for each rank, one hash over the checksums of all
+chunks before the change and one after it. So a reader that got one digest can check all files down to the snapshot.
 
 Names: `<session>-<step>/anchor.0.safetensors`, `<session>-<step>/delta.0.safetensors`, … and `anchor.json`,
 `delta.json`. A part is a safetensors file with our header in its metadata. A snapshot's tensors are the rank's blocks,
@@ -297,13 +297,14 @@ def _header(raw: dict[str, Any]) -> PartHeader:
 def _note(raw: Sequence[Any]) -> ChunkNote:
     chunk, checksum, digest = raw
     if type(chunk) is not int:
-        raise ValueError(f"chunk {chunk!r}")
+        raise ValueError(f"{chunk!r} is not the number of a chunk")
     return ChunkNote(chunk, str(checksum), str(digest))
 
 
 @dataclass(frozen=True)
 class StoreOffer:
-    """Offer of a version in the object store to one member. The control plane that carries it authenticates it."""
+    """Offer of a version in the object store to one member. The control plane that carries the offer authenticates
+    it."""
 
     run_id: str
     epoch: int

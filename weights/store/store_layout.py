@@ -102,7 +102,8 @@ class RankLayout:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Names of blocks in a snapshot's file: the tensor's name, from its second block on with a number added."""
+        """Names of blocks in a snapshot's file: the tensor's name; from the tensor's second block on, a number is
+        added."""
         seen: dict[str, int] = {}
         keys = []
         for block in self.blocks:

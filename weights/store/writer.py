@@ -3,13 +3,13 @@
 Promise: `put` takes a copy of this rank's slices and returns; comparing, coding, hashing and writing happen in the
 background, in several threads and in the same order on all ranks. A version exists once rank 0 has written its
 manifest, after every rank's part. The first version of a session is a snapshot; later ones are deltas against the
-previous version. A snapshot is added every `anchor_interval` versions, when the deltas since the last one outweigh it,
-and after `put_snapshot`.
+previous version. A snapshot is added every `anchor_interval` versions, when the deltas since the last snapshot outweigh
+it, and after `put_snapshot`.
 
-The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A store that fails is
+The thread waits for jobs, then on the board for the other ranks; only `close` ends these waits. A store that fails is
 tried again, with the reason in the log, until it works; training goes on. Of the jobs that no rank has begun only the
-newest is kept, so a slow store skips versions and memory stays bounded: the kept copy, the version being written, and
-one that waits.
+newest is kept, so a slow store skips versions and memory stays bounded: the kept copy, the version that is being
+written, and one version that waits.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class StoreWriter:
     def take(
         self, version: Version, take: Callable[[VersionSource | None], VersionSource], tensors: tuple[TensorPlan, ...]
     ) -> None:
-        """Queue `version`; `take` returns its elements. A collective call. `take` gets the source of a version that
-        will not be written, if there is one: then it returns the changes since the version before that one."""
+        """Queue `version`; `take` returns its elements. A collective call. If an earlier version will not be written,
+        `take` gets its source, and returns the changes since the version before it."""
         self._tensors = tensors
         self._jobs.put(version, take, wants_snapshot=False)
 
@@ -369,7 +369,7 @@ class StoreJobs:
         self, version: Version, take: Callable[[VersionSource | None], VersionSource] | None, *, wants_snapshot: bool
     ) -> None:
         """Add a job, or replace the last one that has not begun. A collective call. `take` returns the version's
-        elements; it gets those of the version that is replaced, if any."""
+        elements; it gets the elements of the version that is replaced, if any."""
         with self._changed:
             last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
             if last is not None:

@@ -1,7 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), written and read a block at a time, in one process.
 
 Promise: torch's own loaders read the written files, at any sharding. Reading decodes only classes of checkpoint
-metadata, so files of unknown origin run no code. Memory holds one block to write, and twice the largest chunk to read.
+metadata, so files of unknown origin run no code. Writing holds one block in memory; reading holds twice the largest
+chunk.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def write_dcp(folder: Path, weights: ModelWeights) -> None:
 
 
 class _BlockPlanner(DefaultSavePlanner):
-    """Plans the blocks of a model, each read from the model only when written."""
+    """Plans the blocks of a model. Each block is read from the model only when it is written."""
 
     def __init__(self, weights: ModelWeights) -> None:
         super().__init__()
@@ -109,9 +110,9 @@ class DcpCheckpoint:
     """The weights below one key of the saved state dict. Each weight has the name that it has below this key."""
 
     def __init__(self, folder: Folder, key: str | None = None) -> None:
-        """Read the weights under `key`; without it, under the entry `model`, or from the whole state dict if there is
-        no such entry. Raises InvalidInput for a folder that is no checkpoint of torch.distributed.checkpoint or has no
-        weights under the key, Unavailable if the folder cannot be read now."""
+        """Read the weights under `key`; if it is None, under the entry `model`, or from the whole state dict if there
+        is no such entry. Raises InvalidInput if the folder is not a checkpoint of torch.distributed.checkpoint or has
+        no weights under the key, Unavailable if the folder cannot be read now."""
         self._folder = folder
         try:
             self._metadata = decode_metadata(folder.read(METADATA), folder.files())

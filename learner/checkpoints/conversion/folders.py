@@ -1,8 +1,8 @@
 """`paceline convert`: converts model folders to and from checkpoints of torch.distributed.checkpoint, or to folders
-with other or quantized weights.
+with converted, merged or quantized weights.
 
-Promise: names and layouts of the weights stay, and their bits too without another type or an adapter; the result
-appears whole or not at all; peak memory does not grow with the model, unless it is quantized.
+Promise: the weights keep their names and layouts, and also their bits if neither a type nor an adapter is given. The
+result appears whole or not at all. Peak memory does not grow with the model, unless the weights are quantized.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def to_dcp(
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Write a model folder's weights as a checkpoint, with config and tokenizer. `dtype` None keeps types; a LoRA
-    adapter in peft's folder is merged. Raises Conflict if it exists, InvalidInput if damaged or foreign, Unreadable."""
+    adapter in peft's folder is merged. Raises Conflict if `destination` exists, InvalidInput if the model is damaged or
+    the adapter is of another model, and Unreadable."""
     with _weight_files(source, changed=bool(dtype or adapter)) as files, written_beside(destination) as partial:
         write_dcp(partial, ModelWeights(files, dtype, adapter, block_bytes))
         _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
@@ -70,7 +71,7 @@ def to_folder(
     adapter: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a model folder again, with other weights. Raises Conflict, InvalidInput and Unreadable as `to_dcp` does."""
+    """Write a model folder with converted or merged weights. Raises the errors of `to_dcp`."""
     with _weight_files(source, changed=bool(dtype or adapter)) as files, written_beside(destination) as partial:
         weights = ModelWeights(files, dtype, adapter)
         headers = weights.headers()
@@ -94,9 +95,9 @@ def from_dcp(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights of a checkpoint as a model folder. Config and tokenizer are those of the model `config`, by
-    default those in the checkpoint's folder. `key` is the entry of the state dict that has the weights (None:
-    `model`, or all). Raises Conflict if `destination` exists, InvalidInput if the weights are not those of the model
+    """Write the weights of a checkpoint as a model folder. Config and tokenizer come from the model `config`, or from
+    the checkpoint's folder if it is None. `key` is the entry of the state dict that has the weights (None: `model`, or
+    the whole dict). Raises Conflict if `destination` exists, InvalidInput if the weights are not those of the model
     that the config describes, Unavailable."""
     folder = Folder(checkpoint)
     stored = DcpCheckpoint(folder, key)
@@ -124,7 +125,7 @@ def from_dcp(
 
 
 def _weight_files(source: str, *, changed: bool) -> WeightFiles:
-    """Return a model folder's weight files, checked. With `changed`, quantized ones raise InvalidInput."""
+    """Return a model folder's weight files, checked. With `changed`, quantized weights raise InvalidInput."""
     if not is_url(source) and not Path(source).is_dir():
         raise InvalidInput(f"SOURCE {source!r} is not a folder; fetch a model of the hub with `hf download` first")
     local = model_source(source, "SOURCE")
@@ -140,7 +141,7 @@ def _weight_files(source: str, *, changed: bool) -> WeightFiles:
 
 def check_described(folder: str, files: WeightFiles, what: str) -> bool:
     """Raise InvalidInput unless `files` are the weights of the model that the config in `folder` describes; return
-    False if they are quantized. Quantized weights and models that transformers does not have are not checked."""
+    False if the weights are quantized. Nothing is checked if they are, or if transformers lacks the model."""
     content = json.loads((Path(folder) / CONFIG).read_bytes())
     if content.get("quantization_config") is not None:
         return False
@@ -203,8 +204,8 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
 
 def quantize_folder(source: str, destination: Location, kind: Literal["int8", "float8"]) -> None:
     """Write the model of a folder with the weights of its linear layers, except the LM head, in eight bits with a scale
-    for each output; activations keep their type. The whole model is in memory. Raises InvalidInput without torchao,
-    Conflict if `destination` exists."""
+    for each output; activations keep their type. The whole model is in memory. Raises InvalidInput if torchao is not
+    installed, Conflict if `destination` exists."""
     if importlib.util.find_spec("torchao") is None:
         raise InvalidInput("--quantize needs torchao: pip install 'paceline[quantize]'")
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig

@@ -1,7 +1,7 @@
-"""The weights of a model folder as blocks of rows: converted to a type, with a LoRA adapter merged, a block at a time.
+"""Reads the weights of a model folder in blocks of rows, converts them to a type and merges a LoRA adapter into them.
 
-Promise: only the requested block is in memory, and without a type and an adapter its bits are those of the file. Axis
-suffixes: O outputs and I inputs of a layer, R the adapter's rank.
+Promise: only the requested block is in memory, and its bits are those of the file if neither a type nor an adapter is
+given. Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ MERGED_AS: Mapping[str, Sequence[Any]] = {
     "init_lora_weights": (True, False, "gaussian"),
 }
 """Values of peft's settings under which the merge is W + scaling·B·A in every layer that the files name. Other
-initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change W, so A and B do not fit the base in its folder."""
+initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change W, so A and B do not fit the base that is in the
+model's folder."""
 WITHOUT_EFFECT = frozenset(
     {"r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform"}
     | {"layers_pattern", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"}
     | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
 )
-"""Settings of peft that may have any value: they act only in training, or scaling and file names include them."""
+"""Settings of peft that may have any value, because they act only in training, or because scaling and file names
+already contain them."""
 OFF: Sequence[Any] = (None, False, "", [], {})
 """Values that switch any other setting of peft off."""
 

@@ -296,7 +296,7 @@ async def test_nonsense_is_named(file: Path) -> None:
             "two": "it must return (observation, reward, done)",
             "text": "the observation int 7",
             "nan": "reward nan; it must be finite",
-            "done": "done as str 'yes'",
+            "done": "str 'yes' as `done`",
             "missing": "raised KeyError",
         }.items():
             assert fault in await outcome_of(code, what)
