@@ -99,9 +99,7 @@ def _refusal(config: Mapping[str, Any]) -> str:
         return "their sparse attention (DSA, index_topk) chooses the keys of each token"
     if (foreign and not types & set(MIXERS)) or types & STATEFUL_TYPES:
         named = f" ({', '.join(foreign)})" if foreign else ""
-        return (
-            f"the learner does not support their layers other than full, sliding or chunked attention{named}"
-        )
+        return f"the learner does not support their layers other than full, sliding or chunked attention{named}"
     if types & BIASED_TYPES or text.get("alibi"):
         return "the attention adds a bias by distance (ALiBi)"
     return ""

@@ -204,7 +204,10 @@ BAD_TURNS: dict[str, tuple[dict[str, Any], str]] = {
         "ids begin",
     ),
     "reason": ({"note": pb.TurnNote(finish_reason="abort")}, "finish_reason is 'abort'"),
-    "no sample text": ({"last": True, "note": pb.TurnNote(finish_reason="stop")}, "`sample` must be set in the last turn"),
+    "no sample text": (
+        {"last": True, "note": pb.TurnNote(finish_reason="stop")},
+        "`sample` must be set in the last turn",
+    ),
     "NaN": ({"note": pb.TurnNote(finish_reason="stop", reward=float("nan"))}, "reward is nan"),
     "all left out": ({"last": True, "left_out": [0]}, "names all 1 turns"),
     "left out early": ({"left_out": [0]}, "only the last turn"),
