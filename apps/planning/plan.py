@@ -24,6 +24,9 @@ SPEEDS = (
 COSTS = ("coordinator_mb_per_s", "coordinator_load", "cost_per_hour", "cost_per_million_tokens", "limit")
 
 
+NO_ESTIMATE = "lacks usual keys, or has latent attention or layers with states, for which there is no estimate"
+
+
 @click.command()
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
@@ -61,15 +64,17 @@ def plan(
     """
     from paceline.models.memory_plan import plan as plan_of
     from paceline.models.memory_plan import planned, refusal
-    from paceline.models.shape import read_shape
+    from paceline.models.shape import read_config, read_shape
     from paceline.services.local.room import cluster_here, room_here
     from paceline.spec.reading import load_spec
 
     run_spec = load_spec(spec, overrides)
     shape = read_shape(run_spec.policy.model_name) if model_config is None else _shape_in(model_config)
+    if shape is None and read_config(run_spec.policy.model_name) is not None:
+        raise InvalidInput(f"policy.model_name {run_spec.policy.model_name!r}: its config.json {NO_ESTIMATE}")
     if shape is None:
         raise NotFound(
-            f"policy.model_name {run_spec.policy.model_name!r}: no config.json with the usual keys is on this machine; name a "
+            f"policy.model_name {run_spec.policy.model_name!r}: no config.json is on this machine; name a "
             "local folder, download the model's config.json first (`hf download NAME config.json`), or name it with --model-config"
         )
     if gpus is not None:
@@ -204,7 +209,7 @@ def _shape_in(path: Path) -> ModelShape:
         raise NotFound(f"--model-config {path} cannot be read as JSON: {error}") from None
     shape = shape_of(config) if isinstance(config, dict) else None
     if shape is None:
-        raise InvalidInput(f"--model-config {path} lacks the usual keys of a transformer's config.json")
+        raise InvalidInput(f"--model-config {path} {NO_ESTIMATE}")
     return shape
 
 
