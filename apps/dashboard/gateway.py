@@ -84,7 +84,7 @@ class Gateway:
 
     async def role(self, request: web.Request) -> Role:
         """Return the role of a request; the coordinator names the role of each token that it has made. Raises Refused
-        without a valid key, grpc.aio.AioRpcError."""
+        for a request without a valid key or token, and grpc.aio.AioRpcError if the coordinator does not answer."""
         role = self._access.role(request.headers.get("Authorization", ""))
         if role is Role.NOBODY and (token := _named_token(request)):
             query = access_pb2.IdentifyRequest(token_id=token_id(bytes.fromhex(digest_of(token))))

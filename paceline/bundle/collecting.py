@@ -79,7 +79,7 @@ def collect(
     spec: RunSpec, data_of: Manifest | None = None, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED
 ) -> Bundle:
     """Return the bundle of a spec. The bundle is empty if this machine has none of the files that the spec names. With
-    `data_of`, the data files are those of that bundle and are not read. `prepared` replaces the data sets of a field.
+    `data_of`, an earlier bundle's manifest, the data files are the earlier ones, and none is read. `prepared` replaces the data sets of a field.
     Raises SpecError, which names the field and the file, for a link that leaves its folder, for a device, for a file
     that is unreadable or changes meanwhile, and for files that are larger together than bundle.max_mb."""
     found = _Found(spec)

@@ -134,7 +134,7 @@ def _check_folder(path: Path, config: Any, what: str, *, may_be_empty: bool) -> 
     if isinstance(quantised, dict):
         method = quantised.get("quant_method", "an unnamed method")
         raise InvalidInput(
-            f"{what} is quantised ({method!s:.40}), and cannot be trained; name the model that was quantised"
+            f"{what} is quantised ({method!s:.40}) and cannot be trained; name the original model, in 16 or 32 bits"
         )
     _check_sizes(path, what)
 

@@ -63,7 +63,7 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
 
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
     """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if the run has no
-    such checkpoint. Inside a transaction."""
+    such checkpoint. Call it inside a transaction."""
     marked = [checkpoint for checkpoint in ledger.checkpoints.kept(run_id) if checkpoint.path == path]
     ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
@@ -184,8 +184,8 @@ def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[
 
 
 def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
-    """Mark the surplus checkpoints as removed. Inside a transaction. A checkpoint that could not be loaded is not
-    counted, and it stays while it is newer than the oldest kept checkpoint."""
+    """Mark the surplus checkpoints as removed; call it inside a transaction. A checkpoint that could not be loaded
+    is counted, and it stays while it is newer than the oldest kept checkpoint."""
     kept = ledger.checkpoints.kept(run_id)
     sound = [checkpoint for checkpoint in kept if not checkpoint.damaged]
     candidates = [

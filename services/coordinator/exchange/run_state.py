@@ -1,4 +1,4 @@
-"""State of the active run that is in no file. A run that is started again gets a new state."""
+"""The state of the active run that is only in memory. A run that is started again begins with a new state."""
 
 from __future__ import annotations
 

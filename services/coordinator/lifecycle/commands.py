@@ -197,7 +197,7 @@ class Resumption:
 
     def take(self, run_id: str, run: ActiveRun | None, bundle: str = "", changes: Sequence[str] = ()) -> dict[str, str]:
         """Use the data that were read, clear earlier failures, and record the changes. Return the facts for the event
-        of the run's state. Inside a transaction."""
+        of the run's state. Call it inside a transaction."""
         if changes:
             self._ledger.add_event(run_id, "warning", {"message": self._changed_bundle(run_id, bundle, changes)})
         new_bundle = {"bundle": bundle} if bundle else {}

@@ -74,7 +74,7 @@ class Hours:
             run.state.end_early(end_step)
 
     def _end(self, run: ActiveRun) -> int:
-        """Record the run's last step, and return it; 0 if all its batches are fixed already. Inside a transaction."""
+        """Record the run's last step, and return it; 0 if all its batches are fixed already. Call it in a transaction."""
         row = self._ledger.run(run.run_id)
         end_step = int(max(row["next_batch"], row["next_step"], 1))
         if end_step >= run.spec.max_num_steps:

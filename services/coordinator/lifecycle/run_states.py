@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def set_state(ledger: Ledger, run_id: str, state: str, message: str = "", **facts: bool | str) -> None:
-    """Change state and message of a run and add the event about it. Inside a transaction."""
+    """Change state and message of a run and add the event about it. Call it inside a transaction."""
     ledger.update_run(run_id, state=state, message=message)
     content = {"state": state} | ({"message": message} if message else {})
     ledger.add_event(run_id, "state", content | {name: fact for name, fact in facts.items() if fact})

@@ -191,7 +191,7 @@ class RunLog:
         return round(seconds, 3)
 
     def _count_time(self) -> None:
-        """Add the active time since the last call to the ledger. Inside a transaction."""
+        """Add the active time since the last call to the ledger. Call it inside a transaction."""
         now_s = time.monotonic()
         elapsed_ms = int((now_s - self._counted_s) * 1000)
         self._ledger.count(self._run_id, TIME, elapsed_ms)

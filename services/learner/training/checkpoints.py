@@ -86,7 +86,9 @@ class SessionCheckpoints:
         taken = broadcast_bytes(self._taken().encode()).decode()
         if taken:
             number = self._assignment.session
-            raise CheckpointFault(f"{taken} exists already, so no session can have the number {number}", taken)
+            raise CheckpointFault(
+                f"session {number} cannot begin: {taken} is a checkpoint of the same or of a later session", taken
+            )
         if world_size() > 1 and self._enabled:
             self._check_shared(device, pause)
 
