@@ -48,7 +48,7 @@ def test_a_store_that_fails_for_all_is_left_to_the_first_checkpoint(out: Path) -
 def test_a_number_that_is_taken_ends_the_session_on_all_ranks(out: Path) -> None:
     path = out / "taken" / "checkpoints" / "7-3"
     for said in met(out, "taken"):
-        assert said.startswith(f"CheckpointFault {path}: session 7 cannot begin: {path} is a checkpoint")
+        assert said.startswith(f"CheckpointFault {path}: session 2 cannot begin: {path} is a checkpoint")
 
 
 def test_half_a_checkpoint_is_not_called_complete(out: Path) -> None:
