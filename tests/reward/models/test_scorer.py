@@ -90,7 +90,7 @@ def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
         load_scorer(ModelSettings(path=str(steps)))
     with pytest.raises(InvalidInput, match="with 3 outputs; reward_model needs"):
         load_scorer(ModelSettings(path=str(many)))
-    with pytest.raises(InvalidInput, match="process_reward_model needs token classification"):
+    with pytest.raises(InvalidInput, match="process_reward_model needs a model for token classification"):
         load_scorer(ProcessModelSettings(path=str(many)))
     with pytest.raises(InvalidInput, match="positive_label is 2; set it to 0 … 1"):
         load_scorer(ProcessModelSettings(path=str(steps), positive_label=2))

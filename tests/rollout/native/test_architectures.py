@@ -144,5 +144,5 @@ def test_what_it_cannot_compute_is_refused_by_name(
 
 def test_a_transformers_without_states_in_its_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "Cache", object)
-    with pytest.raises(InvalidInput, match=r"qwen3_next, which has states, .*; use transformers 5\.23"):
+    with pytest.raises(InvalidInput, match=r"qwen3_next, which has states that .*; use transformers 5\.23"):
         load(Qwen3NextConfig(num_hidden_layers=4), tmp_path)

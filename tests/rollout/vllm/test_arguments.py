@@ -116,7 +116,7 @@ def test_speculation_is_vllms_own_with_the_draft_models_likeliest_tokens(
     ("speculative", "changes", "message"),
     [
         ({"method": "eagle3"}, {}, "draft_model"),
-        ({"method": "draft_model"}, {}, "method 'draft_model' with model None; set model"),
+        ({"method": "draft_model"}, {}, "method 'draft_model' with model None; only draft_model takes a model"),
         (
             {"model": "folder"},
             {},

@@ -120,7 +120,7 @@ WORKING = (
     Architecture("SmolLM3", "SmolLM3", {"no_rope_layers": [1, 0]}, "layers without rotary embedding"),
     Architecture("EXAONE 4", "Exaone4", ALTERNATING, "norms after each block"),
     Architecture("Apertus", "Apertus", {}, "xIELU activation"),
-    Architecture("ERNIE 4.5", "Ernie4_5", {"head_dim": 8}),
+    Architecture("ERNIE 4.5", "Ernie4_5", {"head_dim": 8}, "none"),
     Architecture("Hunyuan dense", "HunYuanDenseV1", {"head_dim": 8}, "norms of queries and keys"),
     Architecture("MiniMax M2", "MiniMaxM2", {"head_dim": 8, "num_local_experts": 4, **EXPERTS}, "experts"),
     Architecture("dots.llm1", "Dots1", {"n_shared_experts": 1, **GROUPED_EXPERTS}, "experts with a shared expert"),
