@@ -195,7 +195,7 @@ def test_a_store_that_cannot_be_read_is_not_called_damaged(make_pair: Callable[.
 def test_a_manifest_of_another_run_is_refused(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     stored = pair.step(0)
-    with pytest.raises(Exception, match="is of .* but the offer is of"):
+    with pytest.raises(Exception, match=r"is of .* but the offer is of"):
         StoreReader(pair.store, "other").fetch(dataclasses.replace(offer(pair, stored), run_id="other"))
 
 
