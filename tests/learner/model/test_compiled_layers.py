@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_checks import loss_of, samples
+from model_zoo import WORKING
 from tiny_policy import CPU, make_spec, save_tiny_policy
 
 from paceline.errors import InvalidInput
@@ -112,3 +114,15 @@ def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     with pytest.raises(InvalidInput, match=r"policy\.compile is true, but Triton"):
         compiled_layers.compile_layers([], torch.device("cuda"))
+
+
+@pytest.mark.merge
+@pytest.mark.slow
+def test_layers_with_states_stay_outside_of_the_graphs(tmp_path: Path) -> None:
+    (architecture,) = (each for each in WORKING if each.class_name == "Qwen3_5")
+    architecture.make().save_pretrained(tmp_path)
+    logprobs_N, gradients = loss_of(tmp_path, samples())
+    compiled_N, compiled = loss_of(tmp_path, samples(), compile=True)
+    torch.testing.assert_close(compiled_N, logprobs_N, atol=2e-5, rtol=0.0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled[name], gradient, atol=2e-4, rtol=1e-4, msg=name)
