@@ -118,6 +118,8 @@ def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.merge
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_layers_with_states_stay_outside_of_the_graphs(tmp_path: Path) -> None:
     (architecture,) = (each for each in WORKING if each.class_name == "Qwen3_5")
     architecture.make().save_pretrained(tmp_path)
