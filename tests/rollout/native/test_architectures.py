@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_zoo import WINDOW, WORKING, Architecture
+from model_zoo import WORKING, Architecture
 from tiny_policy import make_spec
 from torch import Tensor
-from transformers import DeepseekV32Config, Qwen3NextConfig, RwkvConfig
+from transformers import Cache, DeepseekV32Config, Qwen3NextConfig, RwkvConfig
 
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Version
+from paceline.models.architectures import MIXERS
 from paceline.rollout.engine import GenerationRequest, SamplingParams
 from paceline.rollout.native import model as native
 from paceline.rollout.native.batch import DecodeBatch, RunningSequence
@@ -26,9 +27,7 @@ MAX_TOKENS = 48
 SAMPLED = 20
 SHARPER: dict[str, dict[str, Any]] = {
     "FalconH1": {"time_step_limit": (0.5, 0.9), "ssm_multipliers": [0.5, 1.5, 1.2, 0.8, 0.7]},
-    "MiniMax": {"sliding_window": WINDOW},
     "NemotronH": {"time_step_min": 0.1},
-    "Zamba2": {"time_step_min": 0.1},
 }
 """Settings with which a wrong decode pass differs by more, by class."""
 
@@ -81,6 +80,8 @@ def test_logits_are_those_of_each_sequence_alone(architecture: Architecture, tmp
     changes = {"initializer_range": 0.1, **SHARPER.get(architecture.class_name, {})}
     architecture = replace(architecture, config={**architecture.config, **changes})
     old, new = architecture.make(), architecture.make()
+    if old.config.model_type in MIXERS and not hasattr(Cache, "get_conv_state"):
+        pytest.skip("states need transformers 5.23")
     for parameter in new.parameters():
         parameter.mul_(1 + 0.2 * torch.randn(parameter.shape))
     model = load(old.config, tmp_path)
@@ -127,7 +128,7 @@ def check_scores(model: NativeModel, plain: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (DeepseekV32Config(num_hidden_layers=1), "has layers of the kind indexed_attention; use the vllm backend"),
+        (DeepseekV32Config(num_hidden_layers=1), "has layers of the kind [a-z_]+; use the vllm backend"),
         (
             RwkvConfig(num_hidden_layers=1),
             "keeps states in a form that this engine does not know; use the vllm backend",
