@@ -239,7 +239,7 @@ def test_texts_that_the_tokenizer_does_not_keep_are_a_warning(
         ({"model-q4.gguf": "GGUF"}, "has its weights as GGUF, which no worker loads"),
         (
             {"config.json": '{"quantization_config": {"quant_method": "awq"}}'},
-            r"is quantised \(awq\), and cannot be trained",
+            r"is quantised \(awq\) and cannot be trained",
         ),
     ],
 )
