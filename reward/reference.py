@@ -21,7 +21,7 @@ from paceline.data.tokens import check_same_tokenizer
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.groups import FloatArray, IntArray
-from paceline.models.loading import check_head, fault_of_load, resolved_dtype
+from paceline.models.loading import fault_of_load, resolved_dtype
 from paceline.models.pretrained import load_pretrained
 from paceline.spec import PolicySection, RunSpec
 
@@ -37,12 +37,17 @@ class ReferenceModel:
         cannot give log-probabilities in chunks."""
         import torch
 
+        from paceline.models.logits import body_of, logit_rule
+
         self._temperature = temperature
         self._row_tokens = policy.row_tokens
         self._chunk_tokens = policy.logprob_chunk_tokens
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, resolved_dtype(policy.precision, self._device.type))
-        self._model = _load(policy.model_name, dtype).to(self._device)
+        model = _load(policy.model_name, dtype)
+        self._rule = logit_rule(model, f"the reference {policy.model_name!r}")
+        self._body = body_of(model)
+        self._model = model.to(self._device)
 
     def logprobs(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
         """Return [T] for each completion: the log-probability of its tokens after the prompt, in nats, float32.
@@ -88,10 +93,7 @@ class ReferenceModel:
         rows_BR[:, :prompt] = prompt_ids
         for row, ids in enumerate(completions):
             rows_BR[row, prompt : prompt + len(ids) - 1] = ids[:-1]
-        model: Any = self._model
-        hidden_BRH = model.base_model(
-            input_ids=torch.from_numpy(rows_BR).to(self._device), use_cache=False
-        ).last_hidden_state
+        hidden_BRH = self._body(input_ids=torch.from_numpy(rows_BR).to(self._device), use_cache=False).last_hidden_state
         return [self._chosen(hidden_BRH[row, prompt - 1 :], ids) for row, ids in enumerate(completions)]
 
     def _chosen(self, hidden: torch.Tensor, ids: IntArray) -> FloatArray:
@@ -102,7 +104,7 @@ class ReferenceModel:
         parts = []
         for start in range(0, len(ids), self._chunk_tokens):
             chunk_T = targets_T[start : start + self._chunk_tokens]
-            logits_TV = head(hidden[start : start + len(chunk_T)]).float() / self._temperature
+            logits_TV = self._rule.logits(head(hidden[start : start + len(chunk_T)]).float()) / self._temperature
             parts.append(logits_TV.gather(-1, chunk_T[:, None])[:, 0] - logits_TV.logsumexp(-1))
         return torch.cat(parts).cpu().numpy()
 
@@ -149,11 +151,10 @@ class ReferenceScorer:
 
 
 def _load(name: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
         source = model_source(name, "the reference", weights=True)
-        check_head(AutoConfig.from_pretrained(source), name)
         model = load_pretrained(AutoModelForCausalLM, name, "the reference", dtype=dtype, source=source)
     except Exception as error:
         fault = fault_of_load("the reference", name, error)

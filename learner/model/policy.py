@@ -44,12 +44,12 @@ from paceline.learner.model.attention import (
     requires_packed,
 )
 from paceline.learner.model.loading import fill
-from paceline.learner.model.logits import LogitRule, body_of, logit_rule
 from paceline.learner.model.logprobs import chunked_logprobs
 from paceline.learner.model.mesh import mesh_of
 from paceline.learner.model.mixers import keep_sequences_apart
 from paceline.models.architectures import MIXERS, check_architecture, check_positions
 from paceline.models.loading import fault_of_load, resolved_dtype
+from paceline.models.logits import LogitRule, body_of, logit_rule
 from paceline.models.pretrained import check_weights, load_pretrained, skeleton
 from paceline.models.weight_files import WeightFiles, model_files
 from paceline.spec import PolicySection

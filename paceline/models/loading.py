@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import InvalidInput, Unreadable, error_text, is_about_input
 from paceline.host.regular_file import read_named, without_quotations
@@ -42,17 +41,6 @@ def resolved_dtype(precision: str, device_type: str) -> str:
     if precision == "auto":
         return "bfloat16" if device_type == "cuda" else "float32"
     return precision
-
-
-def check_head(config: Any, name: str) -> None:
-    """Raise InvalidInput if a model's logits are more than the product of hidden states and a matrix, because
-    log-probabilities of the product alone would be wrong without an error. `config` is transformers' config, `name`
-    the spec's name."""
-    text = config.get_text_config()
-    for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
-        value = getattr(text, key, None)
-        if value is not None and value != neutral:
-            raise InvalidInput(f"policy.model_name {name!r}: {key} {value} in its config is not supported")
 
 
 def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paceline.groups import Completion, IntArray, Version, VersionSpan, append_span
 from paceline.rollout.engine import GenerationRequest
-from paceline.rollout.native.kv_cache import StoreKey
+from paceline.rollout.native.kv_cache import SlotCache, StoreKey
 from paceline.rollout.native.model import NativeModel
 from paceline.rollout.native.sampling import mask_stop_tokens, mix_seed, penalise, sample, uniform
 from paceline.rollout.stop_strings import StopScanner
@@ -90,7 +90,7 @@ class DecodeBatch:
         self.version: Version | None = None
         self.prefix_hits = 0
         """Number of prompt tokens taken from other sequences with the same prompt, not computed."""
-        self._cache = model.new_cache(num_slots)
+        self._cache = SlotCache(num_slots)
         self._prompts = prompts if prompts is not None else PromptCache()
         self._step = self._changes = 0
         self._masks_top = self._masks_stop = self._masks_min_p = self._penalises = False

@@ -45,7 +45,7 @@ class SlotCache(Cache):
     each of the first slots, with `decode_mask`)."""
 
     def __init__(self, num_slots: int) -> None:
-        Cache.__init__(self, layers=[])
+        super().__init__(layers=[])
         self.num_slots = num_slots
         self.rows = 0
         self.capacity = 0

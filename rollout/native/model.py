@@ -94,10 +94,6 @@ class NativeModel:
                 if type(layer) is nn.Linear and layer.bias is None and type(layer.weight) is nn.Parameter:
                     layer.forward = partial(_linear, layer)
 
-    def new_cache(self, num_slots: int) -> SlotCache:
-        """Return an empty cache for this model."""
-        return SlotCache(num_slots)
-
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, cache: SlotCache) -> Tensor:
         """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` must
         come before. No mask is needed: attention is causal, so no token attends to the padding on its right. With

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_zoo import WORKING
 from tiny_models import tiny_qwen3
 from transformers import Qwen3ForCausalLM
 
@@ -115,12 +116,32 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         ReferenceModel(policy, 1.0)
 
 
-def test_a_head_that_does_more_than_a_product_is_refused(model: Path, tmp_path: Path) -> None:
-    lm = Qwen3ForCausalLM.from_pretrained(model)
-    lm.config.final_logit_softcapping = 30.0
-    lm.save_pretrained(tmp_path / "capped")
-    with pytest.raises(InvalidInput, match="final_logit_softcapping 30"):
-        ReferenceModel(spec_of(tmp_path / "capped").policy, 1.0)
+@pytest.mark.parametrize("name", ["FalconH1", "Gemma2", "Granite", "Llama4", "MiniCPM3", "Phi", "RecurrentGemma"])
+def test_logits_are_scaled_and_capped_as_the_model_does(name: str, tmp_path: Path) -> None:
+    (architecture,) = (each for each in WORKING if each.class_name == name)
+    lm = architecture.make()
+    lm.save_pretrained(tmp_path)
+    completions = [ids % 23 for ids in COMPLETIONS]
+    found = ReferenceModel(spec_of(tmp_path).policy, 0.7).logprobs(PROMPT, completions)
+    for ids, values in zip(completions, found, strict=True):
+        row_T = torch.from_numpy(np.concatenate((PROMPT, ids)).astype(np.int64))
+        with torch.no_grad():
+            logp_TV = (lm(row_T[None]).logits[0].float() / 0.7).log_softmax(-1)
+        expected = logp_TV[len(PROMPT) - 1 : -1].gather(-1, row_T[len(PROMPT) :, None])[:, 0]
+        np.testing.assert_allclose(values, expected.numpy(), atol=2e-5)
+
+
+def test_logits_by_an_unknown_rule_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_forward = Qwen3ForCausalLM.forward
+
+    def squared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = plain_forward(self, *args, **kwargs)
+        output.logits = output.logits.square()
+        return output
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", squared)
+    with pytest.raises(InvalidInput, match=r"the reference .* do not follow from its LM head by a known rule"):
+        ReferenceModel(spec_of(model).policy, 1.0)
 
 
 def test_what_is_not_finite_is_no_answer(model: Path, tmp_path: Path) -> None:

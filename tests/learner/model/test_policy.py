@@ -30,7 +30,6 @@ from transformers import (
 from paceline.errors import InvalidInput
 from paceline.learner.batch.samples import SequenceLayout, pack_samples
 from paceline.learner.model.attention import packed_attention
-from paceline.learner.model.logits import LogitRule, logit_rule
 from paceline.learner.model.policy import (
     load_policy,
     load_reference,
@@ -38,6 +37,7 @@ from paceline.learner.model.policy import (
     use_onednn_linear,
     use_short_norms,
 )
+from paceline.models.logits import LogitRule, logit_rule
 
 SMALL = {
     "vocab_size": 23,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import InvalidInput, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Keys of a config that name a soft cap of logits."""
@@ -19,6 +19,10 @@ class LogitRule(NamedTuple):
     scale: float = 1.0
     cap: float | None = None
 
+    def logits(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
+
 
 def body_of(model: Any) -> Any:
     """Return the model below the head of a causal LM or of a sequence classifier."""
@@ -26,52 +30,58 @@ def body_of(model: Any) -> Any:
     return body if body is not model else model.model  # Llama 4 has another prefix
 
 
-class _Body(nn.Module):
+class _Body:
     """Stands for the model below the head: it returns `hidden`, and has the attributes of the real one."""
 
-    def __init__(self, hidden: Tensor, real: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update(hidden=hidden, real=real)
+    def __init__(self, hidden: Tensor, real: Any) -> None:
+        self._output, self._real = _Output((hidden,)), real
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["real"], name)
+        return getattr(self._real, name)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return _Output((self.__dict__["hidden"],))
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self._output
 
 
-class _Output(tuple[Tensor]):
+class _Output(tuple[Any]):
     """An output of transformers: hidden states, and None for everything else."""
 
     __slots__ = ()
 
     @property
     def last_hidden_state(self) -> Tensor:
-        return self[0]
+        return self[0]  # type: ignore[no-any-return]
 
     def __getattr__(self, _: str) -> None:
         return None
 
 
-class _Head(nn.Identity):
+class _Head:
     """Stands for the LM head; some models cast its input to the type of its weight."""
 
-    weight = torch.zeros(1)
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
-@torch.no_grad()
 def logit_rule(model: Any, what: str) -> LogitRule:
     """Return the rule of a causal LM. The model's own forward runs over chosen hidden states, with the identity as
     head, so no weight is read. `what` names the model in messages. Raises InvalidInput if the model follows no such
     rule."""
+    import torch
+
     config = model.config.get_text_config()
     x = torch.linspace(-30.0, 30.0, config.hidden_size)
     parts, body, head = model._modules, body_of(model), model.get_output_embeddings()
     names = {name: part for name, part in parts.items() if part is body or part is head}
     try:
         for name, part in names.items():
-            parts[name] = _Body(x[None, None], body) if part is body else _Head()
-        logits = type(model).forward(model, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+            parts[name] = _Body(x[None, None], body) if part is body else _Head(x)
+        with torch.no_grad():
+            ids = torch.zeros(1, 1, dtype=torch.int64)
+            logits = type(model).forward(model, input_ids=ids, use_cache=False).logits
         y = logits.flatten().float()
     except Exception as error:  # a forward that needs more than this: its logits cannot be known
         y, said = x.new_full(x.shape, torch.nan), f": {first_line(error)}"
@@ -84,8 +94,7 @@ def logit_rule(model: Any, what: str) -> LogitRule:
         for cap in (None, *caps):
             middle = y[len(y) // 2] if cap is None else cap * (y[len(y) // 2] / cap).atanh()
             scale = float(f"{float(middle / x[len(x) // 2]):.6g}")
-            found = scale * x if cap is None else cap * (scale * x / cap).tanh()
-            if torch.allclose(found, y, rtol=1e-5, atol=1e-5):
+            if torch.allclose(LogitRule(scale, cap).logits(x), y, rtol=1e-5, atol=1e-5):
                 return LogitRule(_exact(model, scale), cap)
     raise InvalidInput(
         f"{what}: the logits of a {type(model).__name__} do not follow from its LM head by a known rule (a scale, a "
