@@ -1,18 +1,18 @@
 """Attention over a packed row: many sequences laid end to end in one tensor.
 
-Promise: no token attends across a sequence's border, no mask is built for the row, and everything outside attention
-runs on exactly the real tokens. The implementation is registered with transformers as `paceline_packed`. Each call gets
+Promise: no token attends across a sequence's border, no mask is built for the row, and everything but attention and
+layers with states (`paceline.learner.model.mixers`) runs on exactly the real tokens. The implementation is registered with transformers as `paceline_packed`. Each call gets
 the row's layout as the keyword argument `layout`, which transformers passes to every layer (also to a recomputed one).
 
 There are two paths. CUDA in bfloat16 or float16 uses `torch.nn.attention.varlen` (flash attention, one kernel for the
 row; FlashAttention-3 on a Hopper GPU if its package is installed). Otherwise, runs of sequences of equal length are
 views [n, H, L, D] of the row, and each run is one call of scaled_dot_product_attention with is_causal. Packing puts
 equal lengths side by side, so this needs neither padding nor gathering; on a CPU, one more SDPA call costs 0.02 ms
-forward and 0.07 ms with backward, less than copies of q, k and v. Attention sinks always take the second path: flash
-attention's log-sum-exp has no gradient.
+forward and 0.07 ms with backward, less than copies of q, k and v. Attention sinks and soft caps always take the second path: flash
+attention's log-sum-exp has no gradient, and it has no cap.
 
-If a row has shared prompts, flash attention reads copies of keys and values, in which each completion has its prompt's
-before its own. The other kernels of CUDA also read copies of the queries. A CPU copies nothing
+If a row has shared prompts, flash attention reads copies of keys and values: each completion gets a copy of its
+prompt's before its own. The other kernels of CUDA also read copies of the queries. A CPU copies nothing
 (`paceline.learner.model.shared_attention`).
 """
 

@@ -88,7 +88,7 @@ class LossResult:
     sums: dict[str, Tensor]
     """Scalars that add up over micro-batches and ranks; `metrics_from_sums` reads them."""
     token_losses_N: Tensor
-    """[N] detached losses before the reduction, in which a sequence with a loss that is not finite is found."""
+    """[N] detached losses before the reduction. They show which sequence has a loss that is not finite."""
 
 
 class Objective(ABC):

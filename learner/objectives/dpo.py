@@ -1,6 +1,6 @@
 """`dpo`: direct preference optimisation and its relatives, from log-ratios to a reference.
 
-Promise: value and gradient of the loss are those of the formula in its docstring. If `weights_P` are counted over the
+Promise: the loss has the value and the gradient of the formula in its docstring. If `weights_P` are counted over the
 global batch, the shares of micro-batches add up to the loss of the batch. `log-ratio` is Σ_t log π - log π_ref of a
 completion, in nats. Suffixes: S sequences, P pairs.
 """

@@ -235,8 +235,8 @@ row empty, but repeat their prompt more often."""
 def best_units(
     batch: Sequence[TrainingSample], part: Sequence[int], policy: PolicySection, *, whole: bool = False
 ) -> list[Unit]:
-    """Return the units of the sequences with indices `part` (`units_of`), of the size with which this rank makes the
-    fewest passes; of several such sizes, the one with the fewest tokens."""
+    """Return the units of the sequences with indices `part` (`units_of`). Their size gives this rank the fewest passes,
+    and among such sizes the fewest tokens."""
     if whole or not policy.shares_prompts:
         return units_of(batch, part, policy, whole=whole)
     tried = [units_of(batch, part, policy, row_tokens=policy.row_tokens // n) for n in PARTS_OF_A_ROW]

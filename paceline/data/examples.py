@@ -257,8 +257,7 @@ UNDECIDED = "neither completion is better"
 
 
 class DecidedPairs:
-    """Checked pairs without the undecided pairs, in which `data.preference_key` is 0. Only the indices of pairs are in
-    memory."""
+    """Checked pairs, without undecided ones (`data.preference_key` is 0). Only the indices of pairs are in memory."""
 
     def __init__(self, rows: Rows, data: DataSection, field: str) -> None:
         """Raise DataError that names `field` if a data set has no pair with a better completion."""

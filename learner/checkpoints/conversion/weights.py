@@ -1,7 +1,6 @@
 """Reads the weights of a model folder in blocks of rows, converts them to a type and merges a LoRA adapter into them.
 
-Promise: only the requested block is in memory, and its bits are those of the file if neither a type nor an adapter is
-given. Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank.
+Promise: only the requested block is in memory. Without another type and an adapter, it has the same bits as the file. Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank.
 """
 
 from __future__ import annotations

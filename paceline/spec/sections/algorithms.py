@@ -97,8 +97,7 @@ class GrpoSection(AlgorithmSection):
     overlong_filtering: bool = False
     """If true, a completion cut off at its token limit trains nothing, but its reward stays in the group's baseline."""
     use_dynamic_sampling: bool = False
-    """Drop groups in which no completion has an advantage, such as groups with equal rewards, and admit other groups
-    instead.
+    """Drop groups without any advantage, such as groups with equal rewards, and admit other groups instead.
     """
     max_generation_batches: PositiveInt = 10
     """Pause the run after this many batches of dropped groups in a row, or after two if all failures have one cause."""

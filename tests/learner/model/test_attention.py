@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import attention as torch_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.learner.batch.samples import SequenceLayout
+from paceline.learner.batch.samples import SequenceLayout, SharedPrompt
 from paceline.learner.model.attention import packed_attention, prefer_flash_attention_3, requires_packed
 
 GPU = torch.device("cuda", 0)
@@ -57,3 +59,20 @@ def test_attention_that_would_cross_borders_is_refused() -> None:
         requires_packed(LlamaForCausalLM(LlamaConfig(num_hidden_layers=0))),
     ):
         pass
+
+
+def test_chunks_begin_with_a_shared_prompt() -> None:
+    """A completion's first chunk goes on with the prompt's last one."""
+    layout = SequenceLayout.of([4, 3, 2], torch.device("cpu"), [SharedPrompt(0, 4, (3, 2))])
+    layer: Any = SimpleNamespace(
+        config=SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=3), layer_idx=0
+    )
+    q, k, v = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    out, _ = packed_attention(layer, q, k, v, None, layout=layout)
+    for begin, length in ((4, 3), (7, 2)):
+        row = [*range(4), *range(begin, begin + length)]
+        position = torch.arange(len(row))
+        seen = (position[:, None] >= position) & (position[:, None] // 3 == position // 3)
+        scores = (q[:, :, row] @ k[:, :, row].transpose(2, 3) / 8**0.5).masked_fill(~seen, -torch.inf)
+        expected = (scores.softmax(-1) @ v[:, :, row]).transpose(1, 2)
+        torch.testing.assert_close(out[:, row], expected)
